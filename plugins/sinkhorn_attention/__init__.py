@@ -1,0 +1,17 @@
+"""Sinkhorn (doubly stochastic) attention: one operator, exact in value and gradient, with exact masks."""
+
+from .diagnostics import MarginalError, marginal_error
+from .functional import sinkhorn, sinkhorn_attention
+from .normalizers import Normalizer, get_normalizer, list_normalizers, register_normalizer
+
+__version__ = "0.1.0"
+__all__ = [
+    "MarginalError",
+    "Normalizer",
+    "get_normalizer",
+    "list_normalizers",
+    "marginal_error",
+    "register_normalizer",
+    "sinkhorn",
+    "sinkhorn_attention",
+]

@@ -1,0 +1,193 @@
+"""The operator: `sinkhorn` and `sinkhorn_attention`, their argument checks and the choice of backend."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
+from .reference import sinkhorn_attention_reference, sinkhorn_reference
+
+BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
+BUILT_BACKENDS = ("reference",)
+GRADIENTS = ("unrolled", "detached", "implicit")
+BUILT_GRADIENTS = ("unrolled", "detached")
+
+
+def sinkhorn(
+    scores: Tensor, n_iters: int = 5, *, query_mask: Tensor | None = None, key_mask: Tensor | None = None
+) -> Tensor:
+    """Normalises exp(scores) by `n_iters` alternating half-steps, rows first: K^l of Sander et al. 2022, eq. 3.
+
+    Args:
+        scores: (..., n, m), floating. An entry of -inf lies outside the support and stays exactly 0.
+        n_iters: number of HALF-steps. 1 is softmax over the last dimension; odd counts end on a row step.
+        query_mask: (..., n), boolean, True = the row takes part.
+        key_mask: (..., m), boolean, True = the column takes part.
+
+    Returns:
+        The coupling, (..., n, m), in the dtype of `scores`. After an odd count rows sum to 1; after an even count
+        columns sum to n_valid / m_valid.
+
+    Raises:
+        ValueError: names the argument, what it got and what it needs.
+    """
+    check_n_iters(n_iters)
+    if scores.dim() < 2 or not scores.is_floating_point():
+        raise ValueError(f"scores must be a floating tensor (..., n, m), got {tuple(scores.shape)} {scores.dtype}")
+    lead, (n, m) = scores.shape[:-2], scores.shape[-2:]
+    query_mask = check_mask("query_mask", query_mask, lead, n)
+    key_mask = check_mask("key_mask", key_mask, lead, m)
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return sinkhorn_reference(scores.to(dtype), n_iters, query_mask, key_mask).to(scores.dtype)
+
+
+def sinkhorn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    n_iters: int = 5,
+    *,
+    scale: float | None = None,
+    attn_bias: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    gradient: str = "unrolled",
+    backend: str = "auto",
+) -> Tensor:
+    """Attention whose map is Sinkhorn(scale * query @ key^T + attn_bias): `n_iters` half-steps, rows first.
+
+    Argument order and meaning follow torch.nn.functional.scaled_dot_product_attention, which `n_iters=1` equals.
+
+    Args:
+        query: (..., n, d), floating.
+        key: (..., m, d).
+        value: (..., m, d_v).
+        n_iters: number of HALF-steps. Odd counts end on a row step (rows of the map sum to 1), even counts on a column
+            step (columns sum to n_valid / m_valid, so 1 for a square map).
+        scale: factor of the scores, d ** -0.5 by default.
+        attn_bias: broadcastable to (..., n, m), floating (added to the scores, differentiable) or boolean (True keeps).
+            An entry of -inf or False is no support: the map is 0 there, and a row or column without support counts as
+            masked.
+        query_mask: (n,) or (..., n) with as many dimensions as the query less one, boolean, True = takes part.
+        key_mask: (m,) or (..., m), likewise.
+        dropout_p: probability of dropping an entry of the final map, without renormalising.
+        gradient: "unrolled" is the exact derivative of the half-steps; "detached" takes the column potential for a
+            constant, as the published sentiment code does; "implicit", the derivative at convergence, is not built yet.
+        backend: "auto", "reference" or "dense"; "streaming" and "triton" are not built yet.
+
+    Returns:
+        (..., n, d_v) in the promoted dtype of the inputs; 0 at masked queries.
+
+    Raises:
+        ValueError: names the argument, what it got and what it needs; also for a causal `attn_bias` on the CPU.
+        NotImplementedError: for a backend or gradient that is not built yet; names those that are.
+    """
+    check_attention_arguments(query, key, value, n_iters, scale, attn_bias, dropout_p, gradient, backend)
+    n, m = query.shape[-2], key.shape[-2]
+    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    query_mask = check_mask("query_mask", query_mask, lead, n)
+    key_mask = check_mask("key_mask", key_mask, lead, m)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    out_dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    dtype = torch.float64 if out_dtype == torch.float64 else torch.float32
+    if attn_bias is not None and attn_bias.dtype == torch.bool:
+        attn_bias = bias_from_keep(attn_bias, dtype)
+    dropout_mask = F.dropout(query.new_ones(*lead, n, m, dtype=dtype), dropout_p) if dropout_p > 0 else None
+    return sinkhorn_attention_reference(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        n_iters,
+        scale,
+        None if attn_bias is None else attn_bias.to(dtype),
+        query_mask,
+        key_mask,
+        dropout_mask,
+        gradient,
+    ).to(out_dtype)
+
+
+def check_n_iters(n_iters: int) -> None:
+    """Raises ValueError unless `n_iters` is an integer of at least 1."""
+    if not isinstance(n_iters, int) or isinstance(n_iters, bool) or n_iters < 1:
+        raise ValueError(f"n_iters must be an integer >= 1 (it counts half-steps; 1 is softmax), got {n_iters!r}")
+
+
+def check_mask(name: str, mask: Tensor | None, lead: torch.Size, length: int) -> Tensor | None:
+    """Checks a token mask against (lead..., length).
+
+    A mask with fewer dimensions than that would be aligned from the right, batch against heads, and run silently:
+    only (length,) and (..., length) with every leading dimension present are taken.
+    """
+    if mask is None:
+        return None
+    needs = f"a boolean mask, True = takes part, of shape ({length},) or broadcastable to {(*lead, length)}"
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{name} must be {needs}, got dtype {mask.dtype}")
+    full_rank = mask.dim() == len(lead) + 1
+    fits = full_rank and all(have in (1, want) for have, want in zip(mask.shape, (*lead, length), strict=True))
+    if mask.shape[-1:] != (length,) or not (mask.dim() == 1 or fits):
+        hint = " (insert a dimension of 1 for the heads)" if not full_rank and mask.dim() > 1 else ""
+        raise ValueError(f"{name} must be {needs}, got shape {tuple(mask.shape)}{hint}")
+    return mask
+
+
+def check_attention_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    n_iters: int,
+    scale: float | None,
+    attn_bias: Tensor | None,
+    dropout_p: float,
+    gradient: str,
+    backend: str,
+) -> None:
+    """Raises ValueError or NotImplementedError that names the argument, what it got and what it needs."""
+    check_n_iters(n_iters)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() < 2 or not tensor.is_floating_point():
+            got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"{name} must be a floating tensor with at least 2 dimensions (..., tokens, dim), got {got}"
+            )
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must be on the query's device {query.device}, got {tensor.device}")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key must have the query's width {query.shape[-1]}, got {key.shape[-1]}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value must have as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}")
+    try:
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
+        raise ValueError(f"query, key and value must have leading dimensions that broadcast, got {shapes}") from None
+    if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number (a learned one multiplies the query instead), got {scale!r}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p!r}")
+    if attn_bias is not None:
+        check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]))
+    if gradient not in GRADIENTS:
+        raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got {gradient!r}")
+    if gradient not in BUILT_GRADIENTS:
+        raise NotImplementedError(f"gradient={gradient!r} is not built yet; there are {', '.join(BUILT_GRADIENTS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend not in ("auto", *BUILT_BACKENDS):
+        raise NotImplementedError(f"backend={backend!r} is not built yet; there are {', '.join(BUILT_BACKENDS)}")
+
+
+def check_bias(attn_bias: Tensor, shape: tuple[int, ...]) -> None:
+    """Checks a bias against (..., n, m); on the CPU also that it is not causal, which needs the data."""
+    if attn_bias.dtype != torch.bool and not attn_bias.is_floating_point():
+        raise ValueError(f"attn_bias must be floating (added) or boolean (True keeps), got {attn_bias.dtype}")
+    have = (1,) * (len(shape) - attn_bias.dim()) + tuple(attn_bias.shape)
+    if len(have) != len(shape) or any(size not in (1, want) for size, want in zip(have, shape, strict=True)):
+        raise ValueError(f"attn_bias must be broadcastable to {shape}, got {tuple(attn_bias.shape)}")
+    if attn_bias.device.type == "cpu" and not torch.compiler.is_compiling() and is_causal_bias(attn_bias.detach()):
+        raise ValueError(f"attn_bias is a causal mask. {CAUSAL_REFUSAL}")

@@ -1,0 +1,87 @@
+"""Masks: what each host means by them, and what the operator needs.
+
+Inside the suite True always keeps. Hosts differ: torch.nn.MultiheadAttention and fairseq hide where True,
+scaled_dot_product_attention, timm and torch_geometric keep where True. Each plugin translates at its entry point.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+#: Finite values at or below this, laid out as a triangle, are taken for a causal mask rather than for a bias.
+CAUSAL_FILL = -1e4
+
+CAUSAL_REFUSAL = (
+    "Sinkhorn attention cannot be causal: the column step makes every row depend on later rows, and the only causal "
+    "doubly stochastic matrix is the identity. Use softmax attention where the mask is triangular."
+)
+
+
+def keep_from_hide(mask: Tensor | None, name: str = "key_padding_mask") -> Tensor | None:
+    """Turns a boolean mask that hides where True (torch.nn.MultiheadAttention, fairseq) into one that keeps.
+
+    Raises:
+        ValueError: if the mask is not boolean; an integer mask may mean either polarity.
+    """
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{name} must be boolean (True hides), got {mask.dtype}; convert it with .to(torch.bool)")
+    return ~mask
+
+
+def bias_from_keep(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive form of a boolean mask that keeps where True: 0 where kept, -inf elsewhere. Same shape."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), -math.inf)
+
+
+def split_attention_mask(
+    attn_mask: Tensor | None, self_attention: bool = True
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Splits a mask in the manner of scaled_dot_product_attention into (attn_bias, query_mask, key_mask).
+
+    A mask that is the same for all queries, (..., 1, m), is a key-padding mask; in self-attention the padded tokens
+    are then left out as queries too, because otherwise they would take a share of every column. Any other mask is the
+    support of the map (-inf) or an additive bias, (..., n, m). A mask that is an outer product needs no special case:
+    rows and columns without support count as masked.
+
+    Args:
+        attn_mask: (..., n or 1, m), boolean (True keeps) or floating (added to the scores); None for no mask.
+        self_attention: whether queries and keys are the same tokens.
+
+    Raises:
+        ValueError: for an integer mask, which may mean either polarity.
+    """
+    if attn_mask is None:
+        return None, None, None
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise ValueError(f"attn_mask must be boolean (True keeps) or floating, got {attn_mask.dtype}")
+    if attn_mask.dim() >= 2 and attn_mask.shape[-2] == 1 and attn_mask.shape[-1] > 1:
+        if attn_mask.dtype == torch.bool:
+            keep = attn_mask.squeeze(-2)
+            return None, keep if self_attention else None, keep
+        keep = (attn_mask != -math.inf).squeeze(-2)
+        bias = attn_mask.masked_fill(attn_mask == -math.inf, 0.0)
+        return bias, keep if self_attention else None, keep
+    if attn_mask.dtype == torch.bool:
+        return bias_from_keep(attn_mask, torch.get_default_dtype()), None, None
+    return attn_mask, None, None
+
+
+def is_causal_bias(attn_bias: Tensor) -> bool:
+    """Whether a bias (..., n, m) is a causal mask: triangular support that is more than a diagonal. Reads the data.
+
+    For a square map any triangular support counts, since its only doubly stochastic limit is diagonal. For a
+    rectangular one the support must be exactly a lower triangle, aligned at the first or at the last token.
+    """
+    if attn_bias.dim() < 2 or attn_bias.shape[-2] < 2 or attn_bias.shape[-1] < 2:
+        return False
+    support = attn_bias if attn_bias.dtype == torch.bool else attn_bias > CAUSAL_FILL
+    n, m = support.shape[-2:]
+    if n == m:
+        above, below = support.triu(1).any(), support.tril(-1).any()
+        return bool(above != below)
+    shape = torch.ones(n, m, dtype=torch.bool, device=support.device)
+    offsets = (0, m - n)
+    return any(bool((support == shape.tril(offset)).all()) and not bool(shape.tril(offset).all()) for offset in offsets)
