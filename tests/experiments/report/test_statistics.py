@@ -62,7 +62,7 @@ def test_an_empty_cell_is_refused():
 
 def test_t_interval_by_hand():
     comparison = compare(observations([3, 5, 4, 6, 7]), observations([1, 2, 3, 4, 5]))
-    # differences 2 3 1 2 2: mean 2, variance (0 + 1 + 1 + 0 + 0) / 4, standard error sqrt(.5 / 5), t(.975, 4) = 2.776445
+    # differences 2 3 1 2 2: mean 2, variance (1 + 1) / 4, standard error sqrt(.5 / 5), t(.975, 4) = 2.776445
     half = 2.7764451051977987 * math.sqrt(0.1)
     assert comparison.n == 5
     assert comparison.mean == pytest.approx(2.0, abs=1e-12)
