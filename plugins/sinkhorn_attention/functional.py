@@ -3,14 +3,14 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
-from .reference import sinkhorn_attention_reference, sinkhorn_reference
+from .dense import compute_dtype, dropout_factor
+from .masks import CAUSAL_REFUSAL, is_causal_bias
+from .reference import sinkhorn_attention_reference
 
 BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
-BUILT_BACKENDS = ("reference",)
+BUILT_BACKENDS = ("reference", "dense")
 GRADIENTS = ("unrolled", "detached", "implicit")
 BUILT_GRADIENTS = ("unrolled", "detached")
 
@@ -33,14 +33,18 @@ def sinkhorn(
     Raises:
         ValueError: names the argument, what it got and what it needs.
     """
-    check_n_iters(n_iters)
-    if scores.dim() < 2 or not scores.is_floating_point():
-        raise ValueError(f"scores must be a floating tensor (..., n, m), got {tuple(scores.shape)} {scores.dtype}")
-    lead, (n, m) = scores.shape[:-2], scores.shape[-2:]
-    query_mask = check_mask("query_mask", query_mask, lead, n)
-    key_mask = check_mask("key_mask", key_mask, lead, m)
-    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    return sinkhorn_reference(scores.to(dtype), n_iters, query_mask, key_mask).to(scores.dtype)
+    if not torch.jit.is_scripting():
+        check_n_iters(n_iters)
+        if not isinstance(scores, Tensor) or scores.dim() < 2 or not scores.is_floating_point():
+            raise ValueError(f"scores must be a floating tensor (..., n, m), got {describe(scores)}")
+        query_mask = check_mask("query_mask", query_mask, scores.shape[:-2], scores.shape[-2])
+        key_mask = check_mask("key_mask", key_mask, scores.shape[:-2], scores.shape[-1])
+        refuse_functorch()
+    elif n_iters < 1:
+        raise ValueError("n_iters must be an integer >= 1 (it counts half-steps; 1 is softmax)")
+    if scores.numel() == 0:
+        return scores.clone()
+    return torch.ops.sinkhorn_attention.dense_coupling(scores, n_iters, query_mask, key_mask)[0].to(scores.dtype)
 
 
 def sinkhorn_attention(
@@ -85,30 +89,100 @@ def sinkhorn_attention(
         ValueError: names the argument, what it got and what it needs; also for a causal `attn_bias` on the CPU.
         NotImplementedError: for a backend or gradient that is not built yet; names those that are.
     """
-    check_attention_arguments(query, key, value, n_iters, scale, attn_bias, dropout_p, gradient, backend)
-    n, m = query.shape[-2], key.shape[-2]
-    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-    query_mask = check_mask("query_mask", query_mask, lead, n)
-    key_mask = check_mask("key_mask", key_mask, lead, m)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    out_dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-    dtype = torch.float64 if out_dtype == torch.float64 else torch.float32
-    if attn_bias is not None and attn_bias.dtype == torch.bool:
-        attn_bias = bias_from_keep(attn_bias, dtype)
-    dropout_mask = F.dropout(query.new_ones(*lead, n, m, dtype=dtype), dropout_p) if dropout_p > 0 else None
-    return sinkhorn_attention_reference(
-        query.to(dtype),
-        key.to(dtype),
-        value.to(dtype),
+    if not torch.jit.is_scripting():
+        check_attention_arguments(query, key, value, n_iters, scale, attn_bias, dropout_p, gradient, backend)
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        query_mask = check_mask("query_mask", query_mask, lead, query.shape[-2])
+        key_mask = check_mask("key_mask", key_mask, lead, key.shape[-2])
+        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+        query, key, value = (tensor.to(dtype).expand(*lead, *tensor.shape[-2:]) for tensor in (query, key, value))
+    else:
+        check_scripted(query, key, value, n_iters, gradient, backend)
+    if query.numel() == 0 or value.numel() == 0:
+        return torch.matmul(torch.matmul(query, key.transpose(-1, -2)), value)
+    if attn_bias is not None:
+        if attn_bias.dtype == torch.bool:
+            attn_bias = torch.zeros_like(attn_bias, dtype=torch.float32).masked_fill(~attn_bias, -math.inf)
+        if attn_bias.dim() < 2:
+            attn_bias = attn_bias.view(1, -1)
+    dropout_keep: Tensor | None = None
+    if dropout_p > 0.0:
+        keep_shape = query.shape[:-1] + key.shape[-2:-1]
+        dropout_keep = torch.empty(keep_shape, dtype=torch.bool, device=query.device).bernoulli_(1.0 - dropout_p)
+    if not torch.jit.is_scripting() and backend == "reference":
+        return in_reference(
+            query, key, value, n_iters, scale, attn_bias, query_mask, key_mask, dropout_keep, dropout_p, gradient
+        )
+    if not torch.jit.is_scripting():
+        refuse_functorch()
+    return torch.ops.sinkhorn_attention.dense_attention(
+        query,
+        key,
+        value,
         n_iters,
         scale,
-        None if attn_bias is None else attn_bias.to(dtype),
+        gradient == "detached",
+        attn_bias,
         query_mask,
         key_mask,
-        dropout_mask,
-        gradient,
-    ).to(out_dtype)
+        dropout_keep,
+        dropout_p,
+    )[0].to(query.dtype)
+
+
+def in_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    n_iters: int,
+    scale: float,
+    attn_bias: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    dropout_keep: Tensor | None,
+    dropout_p: float,
+    gradient: str,
+) -> Tensor:
+    """Runs the definition in the precision and with the dropout mask that every backend uses."""
+    dtype = compute_dtype(query)
+    dropout_mask = None if dropout_keep is None else dropout_factor(dropout_keep, dropout_p, dtype)
+    bias = None if attn_bias is None else attn_bias.to(dtype)
+    tokens = query.to(dtype), key.to(dtype), value.to(dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        output = sinkhorn_attention_reference(
+            *tokens, n_iters, scale, bias, query_mask, key_mask, dropout_mask, gradient
+        )
+    return output.to(query.dtype)
+
+
+def refuse_functorch() -> None:
+    """The dense backend has one hand-written backward: torch.func's transforms are refused before they fail inside."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "the dense backend of Sinkhorn attention does not work under torch.func transforms (grad, vmap, jvp, ...); "
+            "use sinkhorn_attention(..., backend='reference') there"
+        )
+
+
+def check_scripted(query: Tensor, key: Tensor, value: Tensor, n_iters: int, gradient: str, backend: str) -> None:
+    """What torch.jit.script can check: it runs the dense backend only."""
+    if n_iters < 1:
+        raise ValueError("n_iters must be an integer >= 1 (it counts half-steps; 1 is softmax)")
+    if backend != "auto" and backend != "dense":
+        raise NotImplementedError("torch.jit.script runs backend='dense' only; select it, or 'auto'")
+    if gradient != "unrolled" and gradient != "detached":
+        raise NotImplementedError("gradient must be 'unrolled' or 'detached'")
+    if query.shape[:-2] != key.shape[:-2] or query.shape[:-2] != value.shape[:-2]:
+        raise ValueError("under torch.jit.script query, key and value must have equal leading dimensions")
+
+
+def describe(argument: object) -> str:
+    """Shape and dtype of a tensor, the type's name of anything else."""
+    if isinstance(argument, Tensor):
+        return f"{tuple(argument.shape)} {argument.dtype}"
+    return type(argument).__name__
 
 
 def check_n_iters(n_iters: int) -> None:
