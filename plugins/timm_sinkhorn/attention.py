@@ -1,0 +1,133 @@
+"""timm's self-attention with its softmax replaced by a normalizer of the suite, and classes for `attn_layer=`."""
+
+import copyreg
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sinkhorn_attention.masks import CAUSAL_REFUSAL, split_attention_mask
+from sinkhorn_attention.normalizers import get_normalizer
+from timm.layers import Attention
+from torch import Tensor
+
+
+class NormalizedAttention(Attention):
+    """timm.layers.Attention whose map comes from a normalizer: `sinkhorn`, `softmax`, or any other of the registry.
+
+    Every option of timm's class is honoured (`qk_norm`, `scale_norm`, `gated`, `attn_head_dim`, `dim_out`, dropout),
+    and the parameters keep timm's names, so weights move between the two classes in both directions. The normalizer
+    is the submodule `normalizer`; it adds entries to the state dict only where it owns parameters.
+
+    `fused_attn` is inherited and has no effect: the map is always the normalizer's.
+
+    Args:
+        *args: as for timm.layers.Attention.
+        normalizer: a name of `sinkhorn_attention.list_normalizers()`.
+        normalizer_options: the normalizer's own options, such as `n_iters`.
+        **kwargs: as for timm.layers.Attention.
+
+    Raises:
+        ValueError: for an unknown normalizer or an option that it does not have or does not take.
+    """
+
+    causal_refusal: Final[str] = CAUSAL_REFUSAL
+
+    def __init__(
+        self,
+        *args: Any,
+        normalizer: str = "sinkhorn",
+        normalizer_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.normalizer = get_normalizer(
+            normalizer, head_dim=self.head_dim, num_heads=self.num_heads, **(normalizer_options or {})
+        )
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Attends over the tokens of `x`.
+
+        Args:
+            x: (B, N, C).
+            attn_mask: broadcastable to (B, heads, N, N); boolean, True keeps, or floating, added to the scores. One of
+                shape (B, 1, 1, N) is a key-padding mask, and the padded tokens are left out as queries too: the
+                attention gives 0 there, which leaves the bias of `proj`.
+            is_causal: must be False.
+
+        Returns:
+            (B, N, dim_out).
+
+        Raises:
+            ValueError: for `is_causal=True` or a triangular mask, neither of which a doubly stochastic map can have.
+        """
+        if is_causal:
+            raise ValueError(self.causal_refusal)
+        attn_bias, query_mask, key_mask = split_attention_mask(attn_mask)
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)
+        out = self.normalizer.attend(
+            self.q_norm(query),
+            self.k_norm(key),
+            value,
+            scale=self.scale,
+            attn_bias=attn_bias,
+            query_mask=query_mask,
+            key_mask=key_mask,
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+        )
+        out = self.norm(out.transpose(1, 2).reshape(batch, tokens, self.attn_dim))
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+
+class _ConfiguredClass(type):
+    """Metaclass of what `attn_layer` returns. timm keeps the class in a model's arguments, so it must pickle."""
+
+
+def attn_layer(
+    normalizer: str = "sinkhorn", *, attn_head_dim: int | None = None, **options: Any
+) -> type[NormalizedAttention]:
+    """A class for timm's `attn_layer=`, which takes classes only, with the normalizer already chosen.
+
+    Calling the class gives a `NormalizedAttention`, so that models and their copies pickle.
+
+    Args:
+        normalizer: a name of `sinkhorn_attention.list_normalizers()`.
+        attn_head_dim: width of a head where it is not dim / num_heads; timm's models have no argument for it.
+        **options: the normalizer's options. They are checked when the model is built.
+
+    Example:
+        >>> timm.create_model("vit_small_patch16_224", attn_layer=attn_layer("sinkhorn", n_iters=3))
+    """
+    fixed: dict[str, Any] = {"normalizer": normalizer, "normalizer_options": dict(options)}
+    if attn_head_dim is not None:
+        fixed["attn_head_dim"] = attn_head_dim
+
+    def build(cls: type, *args: Any, **kwargs: Any) -> NormalizedAttention:
+        return NormalizedAttention(*args, **fixed, **kwargs)
+
+    namespace = {
+        "__new__": build,
+        "__module__": __name__,
+        "__doc__": f"{normalizer} attention with {options} for timm's attn_layer=.",
+        "arguments": (normalizer, attn_head_dim, dict(options)),
+    }
+    configured: Any = _ConfiguredClass("ConfiguredAttention", (NormalizedAttention,), namespace)
+    return configured
+
+
+def sinkhorn_attn_layer(n_iters: int = 3, **options: Any) -> type[NormalizedAttention]:
+    """`attn_layer("sinkhorn", n_iters=n_iters, **options)`; `n_iters` counts half-steps, 1 is softmax."""
+    return attn_layer("sinkhorn", n_iters=n_iters, **options)
+
+
+def _rebuild(normalizer: str, attn_head_dim: int | None, options: dict[str, Any]) -> type[NormalizedAttention]:
+    return attn_layer(normalizer, attn_head_dim=attn_head_dim, **options)
+
+
+def _reduce(cls: Any) -> tuple[Any, ...]:
+    return _rebuild, cls.arguments
+
+
+copyreg.pickle(_ConfiguredClass, _reduce)
