@@ -1,5 +1,6 @@
 """Sinkhorn (doubly stochastic) attention: one operator, exact in value and gradient, with exact masks."""
 
+from . import scripting  # noqa: F401  (registers what torch.jit.script calls)
 from .diagnostics import MarginalError, marginal_error
 from .functional import sinkhorn, sinkhorn_attention
 from .normalizers import Normalizer, get_normalizer, list_normalizers, register_normalizer

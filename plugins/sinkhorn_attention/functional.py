@@ -4,9 +4,10 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .dense import compute_dtype, dropout_factor
-from .masks import CAUSAL_REFUSAL, is_causal_bias
+from .dense import compute_dtype, dense_attention, dense_coupling, dropout_factor
+from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
 from .reference import sinkhorn_attention_reference
 
 BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
@@ -33,18 +34,15 @@ def sinkhorn(
     Raises:
         ValueError: names the argument, what it got and what it needs.
     """
-    if not torch.jit.is_scripting():
-        check_n_iters(n_iters)
-        if not isinstance(scores, Tensor) or scores.dim() < 2 or not scores.is_floating_point():
-            raise ValueError(f"scores must be a floating tensor (..., n, m), got {describe(scores)}")
-        query_mask = check_mask("query_mask", query_mask, scores.shape[:-2], scores.shape[-2])
-        key_mask = check_mask("key_mask", key_mask, scores.shape[:-2], scores.shape[-1])
-        refuse_functorch()
-    elif n_iters < 1:
-        raise ValueError("n_iters must be an integer >= 1 (it counts half-steps; 1 is softmax)")
+    check_n_iters(n_iters)
+    if not isinstance(scores, Tensor) or scores.dim() < 2 or not scores.is_floating_point():
+        raise ValueError(f"scores must be a floating tensor (..., n, m), got {describe(scores)}")
+    query_mask = check_mask("query_mask", query_mask, scores.shape[:-2], scores.shape[-2])
+    key_mask = check_mask("key_mask", key_mask, scores.shape[:-2], scores.shape[-1])
     if scores.numel() == 0:
         return scores.clone()
-    return torch.ops.sinkhorn_attention.dense_coupling(scores, n_iters, query_mask, key_mask)[0].to(scores.dtype)
+    refuse_transforms(scores)
+    return dense_coupling(scores, n_iters, query_mask, key_mask)[0].to(scores.dtype)
 
 
 def sinkhorn_attention(
@@ -89,47 +87,31 @@ def sinkhorn_attention(
         ValueError: names the argument, what it got and what it needs; also for a causal `attn_bias` on the CPU.
         NotImplementedError: for a backend or gradient that is not built yet; names those that are.
     """
+    check_attention_arguments(query, key, value, n_iters, scale, attn_bias, dropout_p, gradient, backend)
+    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    n, m = query.shape[-2], key.shape[-2]
+    query_mask = check_mask("query_mask", query_mask, lead, n)
+    key_mask = check_mask("key_mask", key_mask, lead, m)
+    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    query, key, value = (tensor.to(dtype).expand(*lead, *tensor.shape[-2:]) for tensor in (query, key, value))
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    if not torch.jit.is_scripting():
-        check_attention_arguments(query, key, value, n_iters, scale, attn_bias, dropout_p, gradient, backend)
-        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-        query_mask = check_mask("query_mask", query_mask, lead, query.shape[-2])
-        key_mask = check_mask("key_mask", key_mask, lead, key.shape[-2])
-        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-        query, key, value = (tensor.to(dtype).expand(*lead, *tensor.shape[-2:]) for tensor in (query, key, value))
-    else:
-        check_scripted(query, key, value, n_iters, gradient, backend)
-    if query.numel() == 0 or value.numel() == 0:
-        return torch.matmul(torch.matmul(query, key.transpose(-1, -2)), value)
+    if query.numel() == 0 or value.numel() == 0:  # no query, no key or no sample: zeros that carry a gradient
+        return query @ key.transpose(-1, -2) @ value
     if attn_bias is not None:
         if attn_bias.dtype == torch.bool:
-            attn_bias = torch.zeros_like(attn_bias, dtype=torch.float32).masked_fill(~attn_bias, -math.inf)
+            attn_bias = bias_from_keep(attn_bias, torch.float32)
         if attn_bias.dim() < 2:
             attn_bias = attn_bias.view(1, -1)
-    dropout_keep: Tensor | None = None
-    if dropout_p > 0.0:
-        keep_shape = query.shape[:-1] + key.shape[-2:-1]
-        dropout_keep = torch.empty(keep_shape, dtype=torch.bool, device=query.device).bernoulli_(1.0 - dropout_p)
-    if not torch.jit.is_scripting() and backend == "reference":
-        return in_reference(
-            query, key, value, n_iters, scale, attn_bias, query_mask, key_mask, dropout_keep, dropout_p, gradient
-        )
-    if not torch.jit.is_scripting():
-        refuse_functorch()
-    return torch.ops.sinkhorn_attention.dense_attention(
-        query,
-        key,
-        value,
-        n_iters,
-        scale,
-        gradient == "detached",
-        attn_bias,
-        query_mask,
-        key_mask,
-        dropout_keep,
-        dropout_p,
-    )[0].to(query.dtype)
+    dropout_keep = None
+    if dropout_p > 0:
+        dropout_keep = torch.empty(*lead, n, m, dtype=torch.bool, device=query.device).bernoulli_(1 - dropout_p)
+    masks = attn_bias, query_mask, key_mask, dropout_keep
+    if backend == "reference":
+        return in_reference(query, key, value, n_iters, scale, gradient, *masks, dropout_p)
+    refuse_transforms(query, key, value, attn_bias)
+    output = dense_attention(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p)[0]
+    return output.to(dtype)
 
 
 def in_reference(
@@ -138,14 +120,14 @@ def in_reference(
     value: Tensor,
     n_iters: int,
     scale: float,
+    gradient: str,
     attn_bias: Tensor | None,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     dropout_keep: Tensor | None,
     dropout_p: float,
-    gradient: str,
 ) -> Tensor:
-    """Runs the definition in the precision and with the dropout mask that every backend uses."""
+    """Runs the definition in the precision, and with the dropout mask, that every backend uses."""
     dtype = compute_dtype(query)
     dropout_mask = None if dropout_keep is None else dropout_factor(dropout_keep, dropout_p, dtype)
     bias = None if attn_bias is None else attn_bias.to(dtype)
@@ -157,25 +139,22 @@ def in_reference(
     return output.to(query.dtype)
 
 
-def refuse_functorch() -> None:
-    """The dense backend has one hand-written backward: torch.func's transforms are refused before they fail inside."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+def refuse_transforms(*tensors: Tensor | None) -> None:
+    """Refuses torch.func transforms and forward-mode derivatives, which a hand-written backward cannot serve.
+
+    A dual tensor would otherwise lose its tangent without a word.
+    """
+    if torch.compiler.is_compiling():
+        return
+    transformed = torch._C._are_functorch_transforms_active()
+    dual = forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
+    if transformed or dual:
         raise NotImplementedError(
-            "the dense backend of Sinkhorn attention does not work under torch.func transforms (grad, vmap, jvp, ...); "
-            "use sinkhorn_attention(..., backend='reference') there"
+            "the dense backend of Sinkhorn attention does not work under torch.func transforms or forward-mode "
+            "derivatives (grad, vmap, jvp, ...); use sinkhorn_attention(..., backend='reference') there"
         )
-
-
-def check_scripted(query: Tensor, key: Tensor, value: Tensor, n_iters: int, gradient: str, backend: str) -> None:
-    """What torch.jit.script can check: it runs the dense backend only."""
-    if n_iters < 1:
-        raise ValueError("n_iters must be an integer >= 1 (it counts half-steps; 1 is softmax)")
-    if backend != "auto" and backend != "dense":
-        raise NotImplementedError("torch.jit.script runs backend='dense' only; select it, or 'auto'")
-    if gradient != "unrolled" and gradient != "detached":
-        raise NotImplementedError("gradient must be 'unrolled' or 'detached'")
-    if query.shape[:-2] != key.shape[:-2] or query.shape[:-2] != value.shape[:-2]:
-        raise ValueError("under torch.jit.script query, key and value must have equal leading dimensions")
 
 
 def describe(argument: object) -> str:
