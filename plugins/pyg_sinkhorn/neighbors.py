@@ -1,0 +1,130 @@
+"""Nearest neighbours and farthest-point sampling of batched, possibly ragged point clouds, in plain torch.
+
+torch_geometric's own `knn` and `fps` need the compiled pyg-lib. Indices carry no gradient.
+"""
+
+import torch
+from torch import Tensor
+
+#: Elements of the distance block held at a time: 2²² float32 are 16 MB.
+BLOCK_ELEMENTS = 2**22
+
+
+@torch.no_grad()
+def knn(
+    query_points: Tensor,
+    points: Tensor,
+    k: int,
+    mask: Tensor | None = None,
+    *,
+    block_elements: int = BLOCK_ELEMENTS,
+) -> Tensor:
+    """The k points nearest to each query, nearest first, by Euclidean distance.
+
+    Rows of the distance matrix are computed in blocks, so that memory grows with the number of points and not with its
+    square. Differences are taken before squaring, so that close points of a far-away cloud keep their order.
+
+    Args:
+        query_points: (B, n, d), floating. A query that is one of the points has itself as first neighbour.
+        points: (B, m, d).
+        k: number of neighbours, 1 <= k <= m.
+        mask: (B, m), boolean, True = a real point; only these are neighbours. Where a cloud has fewer than k, the
+            surplus slots repeat the nearest one (slot j is surplus where j >= mask.sum(-1)).
+        block_elements: size of the block of distances.
+
+    Returns:
+        Indices into `points`, (B, n, k), int64. Equally near points come in no particular order.
+
+    Raises:
+        ValueError: says which argument has the wrong shape or dtype, or that there are fewer points than k.
+    """
+    check_cloud("query_points", query_points)
+    check_cloud("points", points, k, mask)
+    if query_points.shape[0] != points.shape[0] or query_points.shape[2] != points.shape[2]:
+        raise ValueError(
+            "query_points (B, n, d) and points (B, m, d) must agree in B and d, "
+            f"got {tuple(query_points.shape)} and {tuple(points.shape)}"
+        )
+    dtype = torch.promote_types(torch.promote_types(query_points.dtype, points.dtype), torch.float32)
+    query_points, points = query_points.to(dtype), points.to(dtype)
+    rows = max(1, block_elements // max(1, points.shape[0] * points.shape[1]))
+    found = [_nearest(block, points, k, mask) for block in query_points.split(rows, dim=1)]
+    return torch.cat(found, dim=1)
+
+
+def _nearest(queries: Tensor, points: Tensor, k: int, mask: Tensor | None) -> Tensor:
+    """One block of `knn`."""
+    distances = torch.cdist(queries, points, compute_mode="donot_use_mm_for_euclid_dist")
+    if mask is None:
+        return distances.topk(k, largest=False).indices
+    nearest = distances.masked_fill(~mask.unsqueeze(1), torch.inf).topk(k, largest=False).indices
+    surplus = torch.arange(k, device=mask.device) >= mask.sum(-1, keepdim=True)
+    return torch.where(surplus.unsqueeze(1), nearest[..., :1], nearest)
+
+
+@torch.no_grad()
+def farthest_point_sample(
+    points: Tensor, k: int, mask: Tensor | None = None, *, generator: torch.Generator | None = None
+) -> Tensor:
+    """Chooses k points, each the farthest from those chosen before it (Eldar et al. 1997; PointNet++).
+
+    Args:
+        points: (B, n, d), floating.
+        k: number of points to choose, 1 <= k <= n.
+        mask: (B, n), boolean, True = a real point; only these are chosen. Where a cloud has fewer than k, the surplus
+            slots repeat the first choice (slot j is surplus where j >= mask.sum(-1)).
+        generator: None starts at the point farthest from the cloud's centroid, which does not depend on the order of
+            the points; a generator (on the CPU) starts at a random real point, the same for the same seed.
+
+    Returns:
+        Indices into `points`, (B, k), int64, in the order of choice; no index twice, but for surplus slots.
+
+    Raises:
+        ValueError: says which argument has the wrong shape or dtype, or that there are fewer points than k.
+    """
+    check_cloud("points", points, k, mask)
+    points = points.to(torch.promote_types(points.dtype, torch.float32))
+    batch, n = points.shape[:2]
+    valid = mask if mask is not None else torch.ones(batch, n, dtype=torch.bool, device=points.device)
+    points = points.masked_fill(~valid.unsqueeze(-1), 0.0)
+    count = valid.sum(1, keepdim=True)
+    if generator is None:
+        centroid = points.sum(1, keepdim=True) / count.clamp(min=1).unsqueeze(-1)
+        chosen = (points - centroid).square().sum(-1).masked_fill(~valid, -1.0).argmax(1)
+    else:  # the rank among the real points is drawn, so that padding does not move the start
+        rank = (torch.rand(batch, 1, generator=generator, dtype=torch.float64).to(points.device) * count).long()
+        chosen = (valid & (valid.cumsum(1) == rank + 1)).int().argmax(1)
+
+    # Squared distance to the nearest chosen point; -1 where a point is chosen already or is not real.
+    distance = torch.full((batch, n), torch.inf, dtype=points.dtype, device=points.device).masked_fill(~valid, -1.0)
+    picks = [chosen]
+    for _ in range(k - 1):
+        newest = points.gather(1, chosen.view(batch, 1, 1).expand(-1, -1, points.shape[-1]))
+        distance = torch.minimum(distance, (points - newest).square().sum(-1))
+        distance.scatter_(1, chosen.unsqueeze(1), -1.0)
+        chosen = distance.argmax(1)
+        picks.append(chosen)
+    indices = torch.stack(picks, dim=1)
+    surplus = torch.arange(k, device=points.device) >= count
+    return torch.where(surplus, indices[:, :1], indices)
+
+
+def gather_points(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows of x (B, n, d) at indices (B, ...): (B, ..., d)."""
+    flat = indices.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[-1])
+    return x.gather(1, flat).unflatten(1, indices.shape[1:])
+
+
+def check_cloud(name: str, points: Tensor, k: int | None = None, mask: Tensor | None = None) -> None:
+    """Raises ValueError unless points are floating (B, n, d), 1 <= k <= n, and the mask None or boolean (B, n)."""
+    if points.dim() != 3 or not points.is_floating_point():
+        raise ValueError(f"{name} must be floating, (batch, points, dim), got {tuple(points.shape)} {points.dtype}")
+    if points.shape[1] == 0:
+        raise ValueError(f"{name} holds clouds without a single point")
+    if k is not None and not 1 <= k <= points.shape[1]:
+        raise ValueError(f"k must lie between 1 and the number of {name}, {points.shape[1]}, got {k}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != points.shape[:2]):
+        raise ValueError(
+            f"mask must be boolean, True = a real point, of shape {tuple(points.shape[:2])}, "
+            f"got {tuple(mask.shape)} {mask.dtype}"
+        )
