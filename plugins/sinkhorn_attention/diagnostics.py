@@ -28,7 +28,7 @@ def marginal_error(coupling: Tensor, query_mask: Tensor | None = None, key_mask:
     row_sums, column_sums = coupling.sum(-1), coupling.sum(-2)
     rows = torch.ones_like(row_sums, dtype=torch.bool) if query_mask is None else query_mask.expand_as(row_sums)
     columns = torch.ones_like(column_sums, dtype=torch.bool) if key_mask is None else key_mask.expand_as(column_sums)
-    target = rows.sum(-1, keepdim=True) / columns.sum(-1, keepdim=True).clamp(min=1)
+    target = rows.sum(-1, keepdim=True).to(coupling.dtype) / columns.sum(-1, keepdim=True).clamp(min=1)
     return MarginalError(
         torch.where(rows, row_sums - 1, 0.0).abs().amax(-1),
         torch.where(columns, column_sums - target, 0.0).abs().amax(-1),
