@@ -1,0 +1,74 @@
+"""Files that are either the old one or the new one, whole, whenever the process dies."""
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import RunError
+
+
+def write_atomic(path: Path, content: bytes | bytearray | memoryview | str) -> None:
+    """Writes beside `path`, forces the bytes to the disk, then renames; a failed write leaves nothing behind.
+
+    The name of the temporary file is fixed, so that one left by a killed process is overwritten by the next write.
+
+    Raises:
+        OSError: as the system raises it, ENOSPC among others.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces a folder's entries to the disk: a rename is safe only after that."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`write_atomic` of an object as indented JSON."""
+    write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def append_line(path: Path, content: Any) -> None:
+    """Appends one object as a line of JSON and forces it to the disk."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json_line(content))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def json_line(content: Any) -> str:
+    """One object as a line of JSON; the same object always gives the same bytes."""
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+@contextmanager
+def explain_full_disk(what: str) -> Iterator[None]:
+    """Turns "no space left" and "quota exceeded" into one sentence; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        raise RunError(
+            f"the disk is full, or its quota used up{where}: {what}. Free some space and give the same command again"
+        ) from error

@@ -1,0 +1,1 @@
+"""What runs an experiment: the run's folder (`run_dir`) and the training loops."""

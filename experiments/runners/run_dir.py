@@ -1,0 +1,268 @@
+"""A run's identity and its folder, `runs/<experiment>/<label>-<hash8>/`.
+
+The hash is that of the resolved configuration without what cannot change the numbers (`NOT_IDENTITY`), so that the same
+run always finds its own folder, after a kill, on another machine or under a changed label.
+
+In the folder:
+
+- `config.yaml`: the resolved configuration, whole.
+- `run.json`, the run card: `hash` (64 hex digits), `experiment`, `label`, `seed`, `state` ("running", "interrupted",
+  "failed" or "finished"), `identity` (the hashed part of the configuration), `command`, `git` (`commit`, `dirty`,
+  `diff`), `versions`, `seeds`, `data` (`name`, `split_hash`, `sizes`), `n_params`, and `attempts`: one object per start
+  with `started`, `ended` (ISO 8601, UTC), `state`, `message`, `from_step`, `host`, `pid`, `platform`, `devices`,
+  `threads`.
+- `metrics.jsonl`: one object per evaluation: `epoch` (finished epochs, so the first is 1), `step` (optimizer steps),
+  `split` ("train", "val" or "test"), then metric names (`loss`, `accuracy` as a fraction of 1; `lr` for "train"). The
+  "train" row is the mean over the epoch while it was trained. No times: two equal runs have byte-identical files.
+- `timing.jsonl`: per epoch `epoch`, `step`, `seconds`, `samples_per_second`, `ended`; of every attempt, so epochs that
+  were repeated after a kill stand there twice.
+- `checkpoints/step<8 digits>.ckpt`: the two newest and the best; in the end the best and the last.
+- `result.json`: written last, so its presence means finished: `hash`, `experiment`, `label`, `seed`, `epochs`, `steps`,
+  `n_params`, `data`, `selected_on` (the split that chose the epoch), `metric`, and `best` and `last`, each with
+  `epoch`, `step`, `checkpoint` and the metrics of `val` and `test` (each only where the protocol evaluates it).
+- `metrics.csv`, `wandb/`, `tensorboard/`: where the logger asks for them; copies of metrics.jsonl.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from ..errors import RunError
+from ..files import write_atomic, write_json
+
+# Where the work is done and how it is shown. `learning_rates` is the table that optimizer.lr is looked up in.
+NOT_IDENTITY = (
+    "label",
+    "learning_rates",
+    "logger",
+    "paths",
+    "report",
+    "wandb",
+    "data.folder",
+    "data.num_workers",
+    "trainer.accelerator",
+    "trainer.checkpoint_every_n_steps",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.progress_bar",
+    "trainer.strategy",
+)
+PACKAGES = ("torch", "timm", "lightning", "torchmetrics", "hydra-core", "numpy", "sinkhorn-attention")
+
+
+def identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a resolved configuration that can change the numbers."""
+    kept: dict[str, Any] = json.loads(json.dumps(config))
+    for key in NOT_IDENTITY:
+        *groups, last = key.split(".")
+        place = kept
+        for group in groups:
+            place = place.get(group, {})
+        place.pop(last, None)
+    return _plain_numbers(kept)
+
+
+def run_hash(config: Mapping[str, Any]) -> str:
+    """sha256 of `identity`; the order of keys and the spelling of a number (1 or 1.0) do not matter."""
+    canonical = json.dumps(identity(config), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _plain_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def override(key: str, value: str) -> str:
+    """`key=value` in Hydra's grammar, with the value quoted where Hydra would read a bare one as something else."""
+    if re.fullmatch(r"[\w./:@%+-]+", value, re.ASCII):
+        return f"{key}={value}"
+    # Hydra takes a backslash as an escape only in front of a quote (or of the end, which is one).
+    escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
+    escaped = re.sub(r"(\\+)$", lambda match: match[1] * 2, escaped)
+    return f"{key}='{escaped}'"
+
+
+def train_command(overrides: Sequence[str]) -> str:
+    """The shell command of a run: overrides, already in Hydra's grammar, quoted once more for the shell."""
+    return shlex.join(["python", "-m", "experiments.train", *overrides])
+
+
+@dataclass
+class RunDir:
+    """A run's folder. Making the object touches nothing on the disk."""
+
+    path: Path
+    config: dict[str, Any]
+    hash: str
+    card: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "RunDir":
+        """The folder of a resolved configuration: the one that ends in its hash, or else the one to be made."""
+        digest = run_hash(config)
+        parent = Path(config["paths"]["runs"]) / config["experiment"]
+        label = re.sub(r"[^A-Za-z0-9._-]+", "-", config["label"]).strip("-.") or "run"
+        existing = sorted(parent.glob(f"*-{digest[:8]}"))
+        return cls(existing[0] if existing else parent / f"{label}-{digest[:8]}", config, digest)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def finished(self) -> bool:
+        """Whether result.json is there."""
+        return (self.path / "result.json").is_file()
+
+    def result(self) -> dict[str, Any]:
+        """What result.json holds."""
+        return json.loads((self.path / "result.json").read_text(encoding="utf-8"))
+
+    @contextmanager
+    def attempt(self, command: str, facts: Mapping[str, Any], devices: Sequence[str], threads: int) -> Iterator[None]:
+        """Makes the folder, holds it against other processes, and keeps the run card over one attempt.
+
+        The lock is the kernel's: it falls with the process that holds it, however that process ends.
+
+        Args:
+            command: the shell command that starts this run.
+            facts: further entries of the run card: data, n_params.
+            devices: names of the devices.
+            threads: CPU threads of torch.
+
+        Raises:
+            RunError: where another process is at this run, or the folder belongs to another configuration.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise RunError(f"another process is at this run already{self._holder()}: {self.path}") from None
+        try:
+            self._begin(command, facts, devices, threads)
+            try:
+                yield
+            except BaseException as error:
+                stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+                # A full disk must not hide the fault that is being recorded.
+                with suppress(OSError):
+                    message = str(error).strip() or type(error).__name__
+                    self._end("interrupted" if stopped else "failed", message.splitlines()[0])
+                raise
+            self._end("finished")
+        finally:
+            lock.release()
+
+    def _begin(self, command: str, facts: Mapping[str, Any], devices: Sequence[str], threads: int) -> None:
+        self.checkpoints.mkdir(exist_ok=True)
+        card_file = self.path / "run.json"
+        earlier = json.loads(card_file.read_text(encoding="utf-8")) if card_file.is_file() else {}
+        if earlier and earlier["hash"] != self.hash:
+            raise RunError(
+                f"{self.path} belongs to another configuration ({earlier['hash'][:16]}, not {self.hash[:16]}): "
+                "move that folder away"
+            )
+        write_atomic(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True))
+        seed = self.config["seed"]
+        attempt = {
+            "started": _now(),
+            "ended": None,
+            "state": "running",
+            "message": None,
+            "from_step": 0,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "platform": platform.platform(),
+            "devices": list(devices),
+            "threads": threads,
+        }
+        self.card = {
+            "hash": self.hash,
+            "experiment": self.config["experiment"],
+            "label": self.config["label"],
+            "seed": seed,
+            "state": "running",
+            "command": command,
+            "identity": identity(self.config),
+            "seeds": {"run": seed, "split": self.config["data"].get("split_seed")},
+            **facts,
+            "git": git_state(),
+            "versions": versions(),
+            "attempts": [*earlier.get("attempts", []), attempt],
+        }
+        write_json(card_file, self.card)
+
+    def note_resumed(self, step: int) -> None:
+        """Records in the run card the optimizer step that this attempt goes on from."""
+        self.card["attempts"][-1]["from_step"] = step
+        write_json(self.path / "run.json", self.card)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Writes result.json: from here on the run is finished."""
+        write_json(self.path / "result.json", result)
+
+    def _end(self, state: str, message: str | None = None) -> None:
+        self.card["state"] = state
+        self.card["attempts"][-1] |= {"ended": _now(), "state": state, "message": message}
+        write_json(self.path / "run.json", self.card)
+
+    def _holder(self) -> str:
+        with suppress(OSError, ValueError, LookupError):
+            attempt = json.loads((self.path / "run.json").read_text(encoding="utf-8"))["attempts"][-1]
+            return f" (process {attempt['pid']} on {attempt['host']}, since {attempt['started']})"
+        return ""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The resolved configuration stored in a run folder."""
+    return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit, whether tracked files differ from it, and that difference; None outside a repository."""
+
+    def git(*arguments: str) -> str:
+        folder = Path(__file__).parent
+        return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+    try:
+        commit, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"commit": commit, "dirty": bool(diff), "diff": diff}
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that make the numbers."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
