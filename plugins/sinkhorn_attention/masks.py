@@ -64,8 +64,6 @@ def split_attention_mask(
         keep = (attn_mask != -math.inf).squeeze(-2)
         bias = attn_mask.masked_fill(attn_mask == -math.inf, 0.0)
         return bias, keep if self_attention else None, keep
-    if attn_mask.dtype == torch.bool:
-        return bias_from_keep(attn_mask, torch.get_default_dtype()), None, None
     return attn_mask, None, None
 
 

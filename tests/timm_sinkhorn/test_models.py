@@ -344,7 +344,6 @@ def test_compiles_without_a_graph_break(images):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=False, reason="the operator does not script yet")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
 def test_scripts(images):
     model = tiny(n_iters=3).eval()
