@@ -1,0 +1,134 @@
+"""The registry, and what every normalizer shares: argument checks, scores, and the product with the values."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..functional import check_bias, check_mask
+from .scores import attention_scores, full_precision_matmul
+
+_REGISTRY: dict[str, type["Normalizer"]] = {}
+NormalizerClass = TypeVar("NormalizerClass", bound=type["Normalizer"])
+
+
+def register_normalizer(name: str) -> Callable[[NormalizerClass], NormalizerClass]:
+    """Class decorator that makes a normalizer available as `get_normalizer(name, **options)`.
+
+    Raises:
+        ValueError: if another class has the name already. The same class of the same file, imported again, may.
+    """
+
+    def origin(cls: type) -> tuple[str, str | None]:
+        return cls.__qualname__, getattr(sys.modules.get(cls.__module__), "__file__", None)
+
+    def register(cls: NormalizerClass) -> NormalizerClass:
+        if name in _REGISTRY and origin(_REGISTRY[name]) != origin(cls):
+            taken = _REGISTRY[name]
+            raise ValueError(f"normalizer {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}")
+        _REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def list_normalizers() -> list[str]:
+    """The registered names, sorted."""
+    return sorted(_REGISTRY)
+
+
+def get_normalizer(name: str, **options: object) -> "Normalizer":
+    """Builds the normalizer registered under `name`.
+
+    Args:
+        name: one of `list_normalizers()`.
+        **options: the constructor's arguments; `head_dim` and `num_heads` may always be given, and are used by
+            normalizers that own parameters.
+
+    Raises:
+        ValueError: for an unknown name, an option that this normalizer does not have, or a value that it does not take.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(f"unknown normalizer {name!r}; there are {', '.join(list_normalizers())}")
+    known = list(inspect.signature(_REGISTRY[name]).parameters)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        own = [option for option in known if option not in ("head_dim", "num_heads")]
+        raise ValueError(f"normalizer {name!r} has no option {', '.join(unknown)}; it has {', '.join(own) or 'none'}")
+    return _REGISTRY[name](**options)  # type: ignore[arg-type]
+
+
+class Normalizer(nn.Module):
+    """Base class. Shapes are those of `sinkhorn_attention`; True in a mask = the token takes part.
+
+    A normalizer of given scores overrides `from_scores` alone; one that needs queries and keys overrides `coupling`.
+    `attend` is overridden where the output can be had without the map. The class attribute `row_wise` says that a row
+    of the map depends on its own query alone; only such attention may be causal.
+    """
+
+    __constants__: ClassVar[list[str]] = ["row_wise"]
+    row_wise: bool = False
+
+    def __init__(self, head_dim: int | None = None, num_heads: int | None = None) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.num_heads = num_heads
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+        attn_bias: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        """coupling(query, key) @ value, (..., n, d_v); dropout acts on the final coupling without renormalising."""
+        coupling = self.coupling(query, key, scale=scale, attn_bias=attn_bias, query_mask=query_mask, key_mask=key_mask)
+        if dropout_p > 0.0:
+            coupling = F.dropout(coupling, dropout_p)
+        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+        if key_mask is not None:
+            value = value.masked_fill(~key_mask.unsqueeze(-1), 0.0)
+        wide = torch.promote_types(coupling.dtype, value.dtype)
+        return full_precision_matmul(coupling.to(wide), value.to(wide)).to(dtype)
+
+    def coupling(
+        self,
+        query: Tensor,
+        key: Tensor,
+        scale: float | None = None,
+        attn_bias: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The map itself, (..., n, m), in float32 at least; exactly 0 in masked rows and columns."""
+        if not torch.jit.is_scripting():
+            self.check_inputs(query, key, attn_bias, query_mask, key_mask)
+        scores = attention_scores(query, key, scale, attn_bias, query_mask, key_mask)
+        return self.from_scores(scores, query_mask=query_mask, key_mask=key_mask)
+
+    def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
+        """The map of given scores (..., n, m), for normalizers that need nothing else. -inf is no support."""
+        raise NotImplementedError("this normalizer needs queries and keys; it does not work on given scores")
+
+    def check_inputs(
+        self,
+        query: Tensor,
+        key: Tensor,
+        attn_bias: Tensor | None,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+    ) -> None:
+        """Raises ValueError for masks that would be misread, and for a causal bias where it cannot be honoured."""
+        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        check_mask("query_mask", query_mask, lead, query.shape[-2])
+        check_mask("key_mask", key_mask, lead, key.shape[-2])
+        if attn_bias is not None and not self.row_wise:
+            check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]))

@@ -1,0 +1,41 @@
+"""Sigmoid attention: entries that know nothing of each other."""
+
+import torch
+from torch import Tensor
+
+from .base import Normalizer, register_normalizer
+from .scores import support_of
+
+
+@register_normalizer("sigmoid")
+class Sigmoid(Normalizer):
+    """sigmoid(scores - log m), m the number of valid keys (Ramapuram et al., Sigmoid Self-Attention, 2024).
+
+    Neither rows nor columns sum to a given number. The bias makes them start near softmax: at scores of 0 every valid
+    row sums to m / (m + 1) and every valid column to n / (m + 1).
+
+    Args:
+        bias: added to the scores in place of -log m.
+        head_dim: width of a head; not used.
+        num_heads: number of heads; not used.
+    """
+
+    row_wise = True
+
+    def __init__(self, bias: float | None = None, head_dim: int | None = None, num_heads: int | None = None) -> None:
+        super().__init__(head_dim, num_heads)
+        self.bias = bias
+
+    def extra_repr(self) -> str:
+        return "bias=-log(m)" if self.bias is None else f"bias={self.bias}"
+
+    def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
+        support = support_of(scores, query_mask, key_mask)
+        logits = torch.where(support, scores.to(torch.promote_types(scores.dtype, torch.float32)), 0.0)
+        bias = self.bias
+        if bias is None:
+            keys = support.any(-2, keepdim=True).sum(-1, keepdim=True).clamp(min=1)
+            logits = logits - keys.to(logits.dtype).log()
+        else:
+            logits = logits + bias
+        return torch.where(support, logits.sigmoid(), 0.0).to(scores.dtype)

@@ -1,0 +1,90 @@
+"""Row softmax, the attention of the Transformer."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..functional import sinkhorn
+from ..reference import sinkhorn_reference
+from .base import Normalizer, register_normalizer
+from .scores import hide_padding
+
+
+def softmax_of_scores(scores: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """Softmax of each row over its support; rows without support are 0. Shape (..., n, m)."""
+    if torch.jit.is_scripting():
+        return sinkhorn_reference(scores, 1, query_mask, key_mask)
+    else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
+        return sinkhorn(scores, 1, query_mask=query_mask, key_mask=key_mask)
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    attn_bias: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """The scaled_dot_product_attention of torch with token masks; 0 at masked queries and at rows without support."""
+    query, key, value = hide_padding(query, key, value, query_mask, key_mask)
+    mask = attn_bias
+    if key_mask is not None:
+        keep = key_mask.unsqueeze(-2)
+        if mask is None:
+            mask = keep
+        elif mask.dtype == torch.bool:
+            mask = mask & keep
+        else:
+            mask = mask.masked_fill(~keep, -math.inf)
+    # scaled_dot_product_attention wants one dtype; normalised queries and keys come in float32 under autocast.
+    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = _cast_bias(mask, dtype)
+    # Its fused kernels want values as wide as the keys.
+    width = value.shape[-1]
+    value = F.pad(value, [0, max(query.shape[-1] - width, 0)])
+    out = F.scaled_dot_product_attention(
+        query.to(dtype), key.to(dtype), value.to(dtype), attn_mask=mask, dropout_p=dropout_p, scale=scale
+    )[..., :width]
+    return out if query_mask is None else out.masked_fill(~query_mask.unsqueeze(-1), 0.0)
+
+
+def _cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A finite bias stays finite: -1e9 in float16 would be -inf, which hides what the host only pushed down."""
+    if dtype != torch.float16 or bias.dtype == dtype:
+        return bias.to(dtype)
+    finite = bias.clamp(min=-65504.0, max=65504.0)
+    return torch.where(bias == -math.inf, -math.inf, finite).to(dtype)
+
+
+@register_normalizer("softmax")
+class Softmax(Normalizer):
+    """Row softmax (Vaswani et al. 2017), by torch's own scaled_dot_product_attention.
+
+    Valid rows sum to 1, columns to anything. Equal to `sinkhorn` at n_iters=1.
+    """
+
+    row_wise = True
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+        attn_bias: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        if not torch.jit.is_scripting():
+            self.check_inputs(query, key, attn_bias, query_mask, key_mask)
+        return softmax_attention(query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p)
+
+    def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
+        return softmax_of_scores(scores, query_mask, key_mask)

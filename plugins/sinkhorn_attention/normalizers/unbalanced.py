@@ -1,0 +1,65 @@
+"""The unbalanced variant that the published ViT code holds beside its Sinkhorn module."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..functional import check_n_iters
+from .base import Normalizer, register_normalizer
+from .scores import support_of
+
+
+@register_normalizer("unbalanced_sinkhorn")
+class UnbalancedSinkhorn(Normalizer):
+    """Half-steps, rows first, of which the column steps are damped (michaelsdr/sinkformers, vit_pytorch/unbalanced.py).
+
+    With C the scores, n and m the numbers of valid queries and keys, and f = g = 0 to begin with, the half-steps are in
+    turn
+
+        f_i = -log n - logsumexp_j(C_ij + g_j)    and    g_j = rho / (rho + 1) * (-log m - logsumexp_i(C_ij + f_i)),
+
+    the scaling form of unbalanced optimal transport with a Kullback-Leibler penalty of weight rho on the key marginal
+    (Chizat et al. 2018), and the map is n * exp(C + f + g). Damping makes the result depend on the mass, here 1 as in
+    the published code. That code multiplies by m instead of n, which is the same for square maps; with n rows sum to 1
+    whatever the shape.
+
+    Rows sum to 1 after an odd count. Columns sum to n / m only nearly, also in the limit, the nearer the greater rho
+    is; rho = inf is `sinkhorn`. After an even count neither sum is exact.
+
+    Args:
+        n_iters: number of HALF-steps; 1 is softmax.
+        rho: weight of the penalty, positive; 10 in the published code, where it is called q.
+        head_dim: width of a head; not used.
+        num_heads: number of heads; not used.
+    """
+
+    def __init__(
+        self, n_iters: int = 5, rho: float = 10.0, head_dim: int | None = None, num_heads: int | None = None
+    ) -> None:
+        super().__init__(head_dim, num_heads)
+        check_n_iters(n_iters)
+        if not rho > 0:
+            raise ValueError(f"rho must be positive (the weight of the key marginal; inf is sinkhorn), got {rho!r}")
+        self.n_iters = n_iters
+        self.rho = float(rho)
+        self.damping = 1.0 if math.isinf(rho) else rho / (rho + 1.0)
+
+    def extra_repr(self) -> str:
+        return f"n_iters={self.n_iters}, rho={self.rho}"
+
+    def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
+        support = support_of(scores, query_mask, key_mask)
+        rows, columns = support.any(-1, keepdim=True), support.any(-2, keepdim=True)
+        kernel = torch.where(support, scores.to(torch.promote_types(scores.dtype, torch.float32)), -math.inf)
+        log_n = rows.sum(-2, keepdim=True).clamp(min=1).to(kernel.dtype).log()
+        log_m = columns.sum(-1, keepdim=True).clamp(min=1).to(kernel.dtype).log()
+        # A row or column without support would make logsumexp -inf and its derivative NaN: it is replaced by zeros.
+        f = torch.zeros_like(log_n)
+        g = torch.zeros_like(log_n)
+        for step in range(self.n_iters):
+            if step % 2 == 0:
+                f = -log_n - torch.where(rows, kernel + g, 0.0).logsumexp(-1, keepdim=True)
+            else:
+                g = self.damping * (-log_m - torch.where(columns, kernel + f, 0.0).logsumexp(-2, keepdim=True))
+        return torch.where(support, kernel + f + g + log_n, -math.inf).exp().to(scores.dtype)
