@@ -7,17 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..functional import sinkhorn
-from ..reference import sinkhorn_reference
 from .base import Normalizer, register_normalizer
 from .scores import hide_padding
-
-
-def softmax_of_scores(scores: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-    """Softmax of each row over its support; rows without support are 0. Shape (..., n, m)."""
-    if torch.jit.is_scripting():
-        return sinkhorn_reference(scores, 1, query_mask, key_mask)
-    else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
-        return sinkhorn(scores, 1, query_mask=query_mask, key_mask=key_mask)
 
 
 def softmax_attention(
@@ -87,4 +78,4 @@ class Softmax(Normalizer):
         return softmax_attention(query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p)
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
-        return softmax_of_scores(scores, query_mask, key_mask)
+        return sinkhorn(scores, 1, query_mask=query_mask, key_mask=key_mask)
