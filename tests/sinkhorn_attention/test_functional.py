@@ -1,0 +1,293 @@
+"""The contract of the public functions: arguments, precisions, compilation, scripting, refusals."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from sinkhorn_attention import dense, marginal_error, sinkhorn, sinkhorn_attention
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+
+def tokens(*lead: int, n: int = 6, m: int = 6, width: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = ((n, width), (m, width), (m, width))
+    return [torch.randn(*lead, *shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+BAD_ARGUMENTS = [
+    ({"n_iters": 0}, r"n_iters must be an integer >= 1 .* got 0"),
+    ({"n_iters": -3}, r"n_iters .* got -3"),
+    ({"n_iters": 2.0}, r"n_iters .* got 2\.0"),
+    ({"n_iters": True}, r"n_iters .* got True"),
+    ({"query": torch.randn(4)}, r"query must be a floating tensor .* got \(4,\) torch\.float32"),
+    ({"key": torch.randn(2, 3, 6, 5)}, r"key must have the query's width 4, got 5"),
+    ({"value": torch.randn(2, 3, 5, 4)}, r"value must have as many tokens as key, 6, got 5"),
+    ({"key": torch.randn(5, 3, 6, 4)}, r"leading dimensions that broadcast, got .*\(5, 3, 6, 4\)"),
+    ({"query": torch.ones(2, 3, 6, 4, dtype=torch.int64)}, r"query must be a floating tensor .* torch\.int64"),
+    ({"query": [1.0]}, r"query must be a floating tensor .* got list"),
+    ({"scale": math.nan}, r"scale must be a finite number .* got nan"),
+    ({"scale": torch.tensor(0.5)}, r"scale must be a finite number"),
+    ({"dropout_p": 1.5}, r"dropout_p must lie in \[0, 1\], got 1\.5"),
+    ({"dropout_p": -0.1}, r"dropout_p .* got -0\.1"),
+    ({"query_mask": torch.ones(2, 6, dtype=torch.bool)}, r"query_mask .* got shape \(2, 6\) \(insert a dimension of 1"),
+    ({"key_mask": torch.ones(2, 1, 5, dtype=torch.bool)}, r"key_mask .* shape \(6,\) .* got shape \(2, 1, 5\)"),
+    ({"key_mask": torch.ones(6)}, r"key_mask must be a boolean mask.* got dtype torch\.float32"),
+    ({"key_mask": torch.ones(6, dtype=torch.uint8)}, r"key_mask must be a boolean mask.* torch\.uint8"),
+    ({"key_mask": torch.ones(2, 3, 1, dtype=torch.bool)}, r"key_mask .* got shape \(2, 3, 1\)"),
+    ({"attn_bias": torch.ones(6, 6, dtype=torch.int32)}, r"attn_bias must be floating .* got torch\.int32"),
+    ({"attn_bias": torch.ones(6, 5)}, r"attn_bias must be broadcastable to \(2, 3, 6, 6\), got \(6, 5\)"),
+    ({"attn_bias": torch.ones(1, 2, 3, 6, 6)}, r"attn_bias must be broadcastable"),
+    ({"gradient": "exact"}, r"gradient must be one of unrolled, detached, implicit, got 'exact'"),
+    ({"backend": "cuda"}, r"backend must be one of auto, reference, dense, streaming, triton, got 'cuda'"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_are_named(bad: dict, message: str) -> None:
+    query, key, value = tokens(2, 3)
+    arguments = {"query": query, "key": key, "value": value} | bad
+    with pytest.raises(ValueError, match=message):
+        sinkhorn_attention(**arguments)
+
+
+def test_bad_arguments_of_sinkhorn() -> None:
+    scores = torch.randn(2, 5, 6)
+    for bad, message in (
+        ({"n_iters": 0}, "n_iters"),
+        ({"scores": torch.ones(5, 6, dtype=torch.int64)}, "scores must be a floating tensor"),
+        ({"scores": torch.randn(5)}, "scores must be a floating tensor"),
+        ({"query_mask": torch.ones(2, 6, dtype=torch.bool)}, "query_mask"),
+        ({"key_mask": torch.ones(3, 6, dtype=torch.bool)}, "key_mask"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sinkhorn(**({"scores": scores} | bad))
+
+
+@pytest.mark.parametrize("options", [{"backend": "streaming"}, {"backend": "triton"}, {"gradient": "implicit"}])
+def test_what_is_not_built_says_what_is(options: dict) -> None:
+    with pytest.raises(NotImplementedError, match=r"is not built yet; there are (reference, dense|unrolled, detached)"):
+        sinkhorn_attention(*tokens(2, 3), **options)
+
+
+def causal_masks() -> list[Tensor]:
+    lower = torch.ones(6, 6, dtype=torch.bool).tril()
+    additive = torch.zeros(6, 6).masked_fill(~lower, -math.inf)
+    return [lower, lower.T, additive, additive.expand(2, 1, 6, 6), torch.zeros(6, 6).masked_fill(~lower, -1e9)]
+
+
+@pytest.mark.parametrize("mask", causal_masks())
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_causal_masks_are_refused(mask: Tensor, backend: str) -> None:
+    with pytest.raises(ValueError, match="only causal doubly stochastic matrix is the identity"):
+        sinkhorn_attention(*tokens(2, 3), attn_bias=mask, backend=backend)
+
+
+def test_rectangular_causal_masks_are_refused_and_other_masks_are_not() -> None:
+    query, key, value = tokens(2, 3, n=4, m=6)
+    for offset in (0, 2):
+        with pytest.raises(ValueError, match="causal"):
+            sinkhorn_attention(query, key, value, attn_bias=torch.ones(4, 6, dtype=torch.bool).tril(offset))
+    window = torch.ones(6, 6, dtype=torch.bool).tril(1).triu(-1)
+    swin = torch.zeros(6, 6)
+    swin[:3, 3:] = swin[3:, :3] = -100.0
+    swin_half = torch.zeros(6, 6)
+    swin_half[:3, 3:] = -100.0
+    for allowed in (window, swin, swin_half, torch.eye(6, dtype=torch.bool), torch.ones(1, 6, dtype=torch.bool)):
+        assert sinkhorn_attention(*tokens(2, 3), attn_bias=allowed).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n_iters", [1, 4, 7])
+def test_low_precision_inputs_are_normalised_in_single_precision(n_iters: int, dtype: torch.dtype) -> None:
+    """Scores of standard deviation 8; pure bfloat16 iterations would leave row sums off by 0.09."""
+    torch.manual_seed(0)
+    single = [torch.randn(2, 2, 64, 16), torch.randn(2, 2, 64, 16), torch.randn(2, 2, 64, 16)]
+    single[0] *= 8
+    low = [tensor.to(dtype).requires_grad_() for tensor in single]
+    exact = [tensor.detach().double().requires_grad_() for tensor in low]
+    output = sinkhorn_attention(*low, n_iters)
+    want = sinkhorn_attention(*exact, n_iters, backend="reference")
+    assert output.dtype == dtype
+    unit = torch.finfo(dtype).eps
+    assert (output.double() - want).norm() <= unit * want.norm()
+    gradient = torch.randn_like(want)
+    got_gradients = torch.autograd.grad(output, low, gradient.to(dtype))
+    for got, expected in zip(got_gradients, torch.autograd.grad(want, exact, gradient), strict=True):
+        assert got.isfinite().all()
+        assert (got.double() - expected).norm() <= 4 * unit * expected.norm()
+    coupling = sinkhorn((low[0] @ low[1].mT).detach() / 4, n_iters)
+    assert coupling.dtype == dtype
+    if n_iters % 2:
+        assert marginal_error(coupling.float()).rows.max() < 1e-2
+
+
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_autocast_leaves_the_half_steps_in_single_precision(backend: str) -> None:
+    query, key, value = tokens(2, 3, n=32, m=32)
+    want = sinkhorn_attention(query * 8, key, value, 7, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = sinkhorn_attention(query * 8, key, value, 7, backend=backend)
+        coupling = sinkhorn((query * 8).float() @ key.mT.float(), 7).float()
+    gradients = torch.autograd.grad(got.sum(), (query, key, value))
+    torch.testing.assert_close(got, want)
+    assert marginal_error(coupling).rows.max() < 1e-2
+    for gradient, expected in zip(gradients, torch.autograd.grad(want.sum(), (query, key, value)), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_mixed_dtypes_promote() -> None:
+    query, key, value = tokens(2, 3)
+    assert sinkhorn_attention(query.bfloat16(), key, value).dtype == torch.float32
+    assert sinkhorn_attention(query.double(), key, value).dtype == torch.float64
+    assert sinkhorn_attention(query.bfloat16(), key.half(), value.half()).dtype == torch.float32
+    bias = torch.randn(6, 6, dtype=torch.float64)
+    assert sinkhorn_attention(query, key, value, attn_bias=bias).dtype == torch.float32
+
+
+def test_leading_dimensions_broadcast_and_strides_do_not_matter() -> None:
+    query, key, value = tokens(2, 3)
+    shared = key[:1, :1]
+    got = sinkhorn_attention(query, shared, value, 3)
+    torch.testing.assert_close(got, sinkhorn_attention(query, shared.expand(2, 3, 6, 4), value, 3))
+    got.sum().backward()
+    assert key.grad[:1, :1].abs().sum() > 0
+    packed = torch.randn(2, 6, 3, 3, 4)  # (batch, tokens, 3, heads, width), as a fused projection gives them
+    views = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    copies = [view.contiguous() for view in views]
+    torch.testing.assert_close(sinkhorn_attention(*views, 5), sinkhorn_attention(*copies, 5))
+    two_dimensional = [tensor[0, 0] for tensor in copies]
+    torch.testing.assert_close(sinkhorn_attention(*two_dimensional, 5), sinkhorn_attention(*copies, 5)[0, 0])
+
+
+def test_operators_pass_opcheck() -> None:
+    query, key, value = tokens(2, 3)
+    bias = torch.randn(3, 6, 6, requires_grad=True)
+    mask = torch.rand(2, 1, 6) > 0.3
+    keep = torch.rand(2, 3, 6, 6) > 0.2
+    plain = (query, key, value, 3, 0.5, False, None, None, None, None, 0.0)
+    full = (query, key, value, 4, 0.5, True, bias, mask, mask, keep, 0.2)
+    for arguments in (plain, full):
+        torch.library.opcheck(dense.dense_attention, arguments)
+    scores = (query @ key.mT).detach().requires_grad_()
+    torch.library.opcheck(dense.dense_coupling, (scores, 3, mask, mask))
+
+
+def assert_same_step(first: nn.Module, second: nn.Module, *inputs: Tensor) -> None:
+    outputs = [module(*inputs) for module in (first, second)]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(output.square().sum(), inputs) for output in outputs]
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+class Attend(nn.Module):
+    """A host: attention with a mask, then the coupling alone."""
+
+    def __init__(self, n_iters: int = 3, backend: str = "auto") -> None:
+        super().__init__()
+        self.n_iters = n_iters
+        self.backend = backend
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = torch.tensor([True, True, False, True, True, True], device=query.device)
+        out = sinkhorn_attention(query, key, value, self.n_iters, key_mask=mask, backend=self.backend)
+        return out + sinkhorn(torch.matmul(query, key.transpose(-1, -2)), 3).sum(-2).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("n_iters", [1, 4])
+def test_compiles_without_graph_breaks(n_iters: int) -> None:
+    module = Attend(n_iters)
+    assert_same_step(torch.compile(module, fullgraph=True, backend="aot_eager"), module, *tokens(2, 3))
+
+
+def test_compiles_with_dynamic_shapes() -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return sinkhorn_attention(query, key, value, 3)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch, n in ((2, 5), (3, 8)):
+        inputs = tokens(batch, 3, n=n, m=n)
+        torch.testing.assert_close(compiled(*inputs), attend(*inputs))
+
+
+@pytest.mark.parametrize("backend", ["auto", "dense", "reference"])
+def test_scripts_saves_and_loads(backend: str) -> None:
+    module = Attend(5, backend)
+    scripted = torch.jit.script(module)
+    assert_same_step(scripted, module, *tokens(2, 3))
+    buffer = io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    buffer.seek(0)
+    assert_same_step(torch.jit.load(buffer), module, *tokens(2, 3))
+    with torch.inference_mode():
+        torch.testing.assert_close(scripted(*tokens(2, 3)), module(*tokens(2, 3)))
+    with pytest.raises(RuntimeError, match="query's width 4, got 3"):
+        scripted(tokens()[0], torch.randn(6, 3), torch.randn(6, 4))
+
+
+def test_works_under_gradient_checkpointing_and_deepcopy() -> None:
+    query, key, value = tokens(2, 3)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return sinkhorn_attention(*inputs, 5, dropout_p=0.3)
+
+    gradients = []
+    for call in (attend, lambda *inputs: torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False)):
+        torch.manual_seed(1)
+        gradients.append(torch.autograd.grad(call(query, key, value).square().sum(), (query, key, value)))
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    module = Attend()
+    torch.testing.assert_close(copy.deepcopy(module)(query, key, value), module(query, key, value))
+
+
+def test_derivatives_it_does_not_have_are_refused_in_words() -> None:
+    query, key, value = tokens(2, 3)
+    (gradient,) = torch.autograd.grad(sinkhorn_attention(query, key, value, 3).square().sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="use backend='reference' for second derivatives"):
+        gradient.sum().backward()
+    scores = torch.randn(5, 5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(sinkhorn(scores, 3).square().sum(), scores, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.sum().backward()
+    fixed = [tensor.detach() for tensor in (query, key, value)]
+    with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
+        torch.func.grad(lambda q: sinkhorn_attention(q, *fixed[1:], 3).sum())(fixed[0])
+    with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
+        torch.vmap(lambda q: sinkhorn_attention(q, q, q, 3))(fixed[0])
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        sinkhorn_attention(forward_ad.make_dual(fixed[0], torch.ones_like(fixed[0])), *fixed[1:], 3)
+
+
+def test_the_reference_has_the_derivatives_that_dense_refuses() -> None:
+    query, key, value = (tensor.detach().double() for tensor in tokens(n=4, m=4))
+
+    def attend(q: Tensor) -> Tensor:
+        return sinkhorn_attention(q, key, value, 3, backend="reference")
+
+    assert torch.autograd.gradgradcheck(attend, query.requires_grad_())
+    torch.testing.assert_close(
+        torch.func.grad(lambda q: attend(q).square().sum())(query.detach()),
+        torch.autograd.grad(sinkhorn_attention(query, key, value, 3).square().sum(), query)[0],
+    )
+
+
+def test_no_gradient_is_computed_for_what_needs_none() -> None:
+    query, key, value = (tensor.detach() for tensor in tokens(2, 3))
+    bias = torch.randn(6, 6, requires_grad=True)
+    sinkhorn_attention(query, key, value, 3, attn_bias=bias).sum().backward()
+    assert bias.grad.abs().sum() > 0
+    assert not sinkhorn_attention(query, key, value, 3).requires_grad
+
+
+@pytest.mark.parametrize("n_iters", [1, 3])
+def test_same_seed_same_dropout_on_every_backend(n_iters: int) -> None:
+    outputs = []
+    for backend in ("dense", "reference", "auto"):
+        torch.manual_seed(3)
+        outputs.append(sinkhorn_attention(*tokens(2, 3), n_iters, dropout_p=0.5, backend=backend))
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], outputs[2])
