@@ -1,0 +1,19 @@
+# Two commands do everything, set-up included: `make demo` and `make test`. PYTHON= names another interpreter.
+export PYTHON
+# Small problems in several processes: threads that spin while they wait would take the cores from one another.
+QUIET_THREADS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+WORKERS = $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+
+.PHONY: setup demo test lint
+
+setup:
+	@./setup.sh
+
+demo: setup
+	@.venv/bin/python -m experiments.demo
+
+test: setup
+	$(QUIET_THREADS) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: setup
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy plugins experiments
