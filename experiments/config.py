@@ -1,0 +1,154 @@
+"""The shape of a configuration: its sections, their types, and its resolution. Unknown keys are refused."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .errors import RunError
+
+PRECISIONS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+@dataclass
+class TrainerConfig:
+    """Section `trainer`; configs/trainer/default.yaml says what each key is."""
+
+    max_epochs: int = MISSING
+    precision: str = "32"
+    accelerator: str = "auto"
+    devices: int = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    accumulate_grad_batches: int = 1
+    gradient_clip_norm: float | None = None
+    deterministic: bool = True
+    checkpoint_every_n_steps: int | None = None
+    progress_bar: bool = True
+
+
+@dataclass
+class ProtocolConfig:
+    """Section `protocol`; configs/train.yaml says what each key is."""
+
+    select_on: str = "val"
+    metric: str = "accuracy"
+    test: bool = True
+
+
+@dataclass
+class ReportConfig:
+    """Section `report`; configs/train.yaml says what each key is."""
+
+    leave_out_below: float | None = None
+    overwrite_last_point: bool = False
+
+
+@dataclass
+class LoggerConfig:
+    """Section `logger`; configs/logger says what each key is."""
+
+    csv: bool = False
+    wandb: bool = False
+    tensorboard: bool = False
+
+
+@dataclass
+class WandbConfig:
+    """Section `wandb`; configs/wandb says what each key is."""
+
+    mode: str = "offline"
+    project: str = "sinkformer-suite"
+    entity: str | None = None
+
+
+@dataclass
+class PathsConfig:
+    """Section `paths`; configs/paths says what each key is."""
+
+    data: str = "data"
+    runs: str = "runs"
+
+
+@dataclass
+class Config:
+    """A whole configuration; sections without a class of their own are checked by what they are passed to."""
+
+    experiment: str = MISSING
+    label: str = MISSING
+    seed: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    attention: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] | None = None
+    learning_rates: dict[str, Any] = field(default_factory=dict)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+def register() -> None:
+    """Makes the shape known to Hydra under the name that configs/train.yaml refers to."""
+    ConfigStore.instance().store(name="shape", node=Config)
+
+
+def resolve(config: DictConfig) -> dict[str, Any]:
+    """A configuration as plain values, resolved once for all and checked as far as it can be without data or model.
+
+    Raises:
+        RunError: for a missing value, an interpolation that leads nowhere or changes between two readings, or a value
+            out of range.
+    """
+    try:
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True, enum_to_str=True)
+        OmegaConf.clear_cache(config)
+        again = OmegaConf.to_container(config, resolve=True, throw_on_missing=True, enum_to_str=True)
+    except OmegaConfBaseException as error:
+        raise RunError(f"configuration: {str(error).splitlines()[0]}{_place(error)}") from error
+    assert isinstance(resolved, dict)
+    assert isinstance(again, dict)
+    for section in resolved:
+        if resolved[section] != again[section]:
+            raise RunError(
+                f"configuration: {section} reads differently each time (now {again[section]!r}): "
+                "a run is known by its configuration, so clocks and random values cannot be part of it"
+            )
+    _check(resolved)  # type: ignore[arg-type]
+    return resolved  # type: ignore[return-value]
+
+
+def _place(error: OmegaConfBaseException) -> str:
+    return f" (at {error.full_key})" if error.full_key else ""
+
+
+def _check(config: dict[str, Any]) -> None:
+    trainer, protocol = config["trainer"], config["protocol"]
+    _choice("trainer.precision", trainer["precision"], list(PRECISIONS))
+    _choice("protocol.select_on", protocol["select_on"], ["val", "test"])
+    _choice("protocol.metric", protocol["metric"], ["accuracy", "loss"])
+    _choice("wandb.mode", config["wandb"]["mode"], ["offline", "online"])
+    for key, least in (("max_epochs", 1), ("devices", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
+        _at_least(f"trainer.{key}", trainer[key], least)
+    _at_least("seed", config["seed"], 0)
+    if trainer["checkpoint_every_n_steps"] is not None:
+        _at_least("trainer.checkpoint_every_n_steps", trainer["checkpoint_every_n_steps"], 1)
+    if trainer["gradient_clip_norm"] is not None and not trainer["gradient_clip_norm"] > 0:
+        raise RunError(f"trainer.gradient_clip_norm must be positive, or null; got {trainer['gradient_clip_norm']}")
+    if protocol["select_on"] == "test" and not protocol["test"]:
+        raise RunError("protocol.select_on=test evaluates the test split each epoch; protocol.test=false forbids it")
+
+
+def _choice(key: str, value: Any, allowed: list[str]) -> None:
+    if value not in allowed:
+        raise RunError(f"{key} must be one of {', '.join(allowed)}; got {value}")
+
+
+def _at_least(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise RunError(f"{key} must be at least {least}; got {value}")

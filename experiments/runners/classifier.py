@@ -1,0 +1,143 @@
+"""The LightningModule for classification: any model from inputs to logits."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from ..data.base import Batch
+from ..seeding import stream_seed
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+class RunningMetrics(nn.Module):
+    """Mean loss and accuracy of the samples seen so far, over all devices; a checkpoint holds the sums."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.loss = MeanMetric()
+        self.accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        for metric in (self.loss, self.accuracy):
+            metric.persistent(True)
+
+    def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        """Adds a batch: logits (B, C), labels (B,), losses (B,)."""
+        self.loss.update(losses)
+        self.accuracy.update(logits, labels)
+
+    def values(self) -> dict[str, float]:
+        """The metrics so far, as the shortest decimals that name their float32."""
+        found = {"loss": self.loss.compute(), "accuracy": self.accuracy.compute()}
+        return {name: float(str(np.float32(value.item()))) for name, value in found.items()}
+
+    def reset(self) -> None:
+        """Forgets all samples."""
+        self.loss.reset()
+        self.accuracy.reset()
+
+    def take(self) -> dict[str, float]:
+        """`values`, then `reset`."""
+        values = self.values()
+        self.reset()
+        return values
+
+
+class Classifier(L.LightningModule):
+    """Cross entropy on a model's logits.
+
+    A batch is (inputs, labels), or (input, further inputs such as a mask, ..., labels).
+
+    Args:
+        model: from the inputs of a batch to logits (B, num_classes).
+        num_classes: number of logits.
+        seed: the run's seed; dropout follows from it, the step and the rank.
+        optimizer: makes the optimizer from the parameters.
+        scheduler: makes the schedule from the optimizer, stepped after each epoch; None keeps the rate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_classes: int,
+        seed: int,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.seed = seed
+        self.training_metrics = RunningMetrics(num_classes)
+        self.evaluation_metrics = RunningMetrics(num_classes)
+        self.last_rate = float("nan")
+        self._optimizer, self._scheduler = optimizer, scheduler
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(*inputs)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._optimizer(self.model.parameters())
+        if self._scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._scheduler(optimizer), "interval": "epoch"}}
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self._reseed("dropout", self.global_step, batch_idx)
+        # Read here because the schedule has moved on when the epoch is recorded.
+        self.last_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits, labels, losses = self._losses(batch)
+        self.training_metrics.update(logits.detach(), labels, losses.detach())
+        if self.trainer.world_size == 1:
+            return losses.mean()
+        # Ranks may hold different numbers of samples; DDP averages over ranks, the loss is the mean over all samples.
+        total = self.trainer.strategy.reduce(torch.tensor(float(len(labels)), device=self.device), reduce_op="sum")
+        return losses.sum() * self.trainer.world_size / total
+
+    def on_validation_epoch_start(self) -> None:
+        self.evaluation_metrics.reset()
+
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._reseed("evaluation", 0, batch_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.evaluation_metrics.values(), prog_bar=True, logger=False)
+
+    def on_test_epoch_start(self) -> None:
+        self.evaluation_metrics.reset()
+
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._reseed("evaluation", 0, batch_idx)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._reseed("evaluation", 0, batch_idx)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+        logits, labels, _ = self._losses(batch)
+        return logits, labels
+
+    def _evaluate(self, batch: Batch) -> None:
+        self.evaluation_metrics.update(*self._losses(batch))
+
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        *inputs, labels = batch
+        logits = self.model(*inputs).float()
+        return logits, labels, F.cross_entropy(logits, labels, reduction="none")
+
+    def _reseed(self, purpose: str, *numbers: int) -> None:
+        torch.manual_seed(stream_seed(purpose, self.seed, *numbers, self.global_rank))

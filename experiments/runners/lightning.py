@@ -1,0 +1,281 @@
+"""Trains and evaluates a run with Lightning: data, model, optimizer and schedule as the configuration names them."""
+
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ..config import PRECISIONS
+from ..data.base import BatchSampler, DataModule
+from ..errors import RunError
+from ..files import explain_full_disk
+from ..seeding import stream_seed
+from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
+from .classifier import Classifier
+from .recorder import Recorder, make_loggers
+from .run_dir import RunDir
+
+Config = dict[str, Any]
+TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
+
+
+@dataclass
+class Plan:
+    """A run that has been checked and is ready to train; nothing has been written yet."""
+
+    config: Config
+    data: DataModule
+    module: Classifier
+    trainer: L.Trainer
+    recorder: Recorder
+    checkpoints: RunCheckpoints
+
+
+def prepare(config: Config, run: RunDir) -> Plan:
+    """Builds everything that a run needs, and tries the model on two samples.
+
+    Raises:
+        RunError: for anything in the configuration that does not work.
+    """
+    quieten()
+    data, module = build(config)
+    split, settings = config["protocol"]["select_on"], config["trainer"]
+    bar = settings["progress_bar"] and sys.stderr.isatty()
+    recorder = Recorder(run.path, split, config["logger"]["csv"], lines=not bar)
+    checkpoints = RunCheckpoints(
+        run.checkpoints, recorder, config["protocol"]["metric"], split, settings["checkpoint_every_n_steps"]
+    )
+    callbacks: list[Callback] = [recorder, checkpoints]
+    if bar:
+        callbacks.append(RichProgressBar(refresh_rate=10, leave=False))
+    with explained("trainer"):
+        trainer = L.Trainer(
+            accelerator=settings["accelerator"],
+            devices=settings["devices"],
+            num_nodes=settings["num_nodes"],
+            strategy=settings["strategy"],
+            precision=PRECISIONS[settings["precision"]],  # type: ignore[arg-type]
+            max_epochs=settings["max_epochs"],
+            accumulate_grad_batches=settings["accumulate_grad_batches"],
+            gradient_clip_val=settings["gradient_clip_norm"],
+            deterministic=settings["deterministic"],
+            callbacks=callbacks,
+            plugins=[AtomicCheckpointIO()],
+            default_root_dir=run.path,
+            logger=False,
+            enable_progress_bar=bar,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+        )
+        if settings["precision"] == "fp16" and trainer.strategy.root_device.type == "cpu":
+            raise ValueError("precision=fp16 needs a GPU; on a CPU take bf16")
+    return Plan(config, data, module, trainer, recorder, checkpoints)
+
+
+def build(config: Config) -> tuple[DataModule, Classifier]:
+    """Data and untrained model of a resolved configuration; the initial weights follow from its seed.
+
+    Raises:
+        RunError: for anything in these sections that does not work.
+    """
+    with explained("data"):
+        data = instantiate(config["data"], _convert_="all")
+    if not isinstance(data, DataModule):
+        raise RunError(f"data._target_ must name a DataModule; {config['data'].get('_target_')} gives {type(data)}")
+    L.seed_everything(stream_seed("weights", config["seed"]) % 2**32, verbose=False)
+    with explained("model"):
+        model = instantiate(
+            config["model"], attention=config["attention"], num_classes=data.num_classes, _convert_="all"
+        )
+    with explained("optimizer"):
+        optimizer = instantiate(config["optimizer"], _partial_=True, _convert_="all")
+        trial = optimizer(model.parameters())
+    scheduler = None
+    if config["scheduler"] is not None:
+        with explained("scheduler"):
+            scheduler = instantiate(config["scheduler"], _partial_=True, _convert_="all")
+            scheduler(trial)
+    with explained("model"):
+        _try_out(model, data)
+    return data, Classifier(model, data.num_classes, config["seed"], optimizer, scheduler)
+
+
+def _try_out(model: torch.nn.Module, data: DataModule) -> None:
+    *inputs, labels = next(iter(data.eval_loader("test")))
+    training = model.training
+    with torch.no_grad():
+        logits = model.eval()(*(tensor[:2] for tensor in inputs))
+    model.train(training)
+    if logits.shape != (len(labels[:2]), data.num_classes):
+        raise ValueError(f"gives {tuple(logits.shape)} for two samples of {data.num_classes} classes")
+
+
+@contextmanager
+def explained(section: str) -> Iterator[None]:
+    """Turns what a section's classes object to into one sentence that names the section."""
+    try:
+        yield
+    except (InstantiationException, ValueError, TypeError, OSError, RuntimeError, AssertionError) as error:
+        cause: BaseException = error
+        while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        words = " ".join(str(cause).split()) or type(cause).__name__
+        raise RunError(f"{section}: {words}") from error
+
+
+def train(plan: Plan, run: RunDir) -> dict[str, Any]:
+    """Trains from the newest valid checkpoint, or from the start, and evaluates; returns what result.json is to hold.
+
+    Raises:
+        RunError: for a full disk.
+        SystemExit: with `TERMINATED` after SIGTERM (a checkpoint has been saved), `INTERRUPTED` after Ctrl-C.
+    """
+    with explain_full_disk(f"{run.path} stands at its last checkpoint"), _signals():
+        loader = plan.data.train_loader(plan.config["seed"], plan.trainer.global_rank, plan.trainer.world_size)
+        start = newest_valid(run.checkpoints)
+        rows: list[dict[str, Any]] = []
+        step = 0
+        if start is not None:
+            states = start[1]["callbacks"]
+            rows, step = states[plan.recorder.state_key]["rows"], start[1]["global_step"]
+            position = states[plan.checkpoints.state_key]["position"]
+            assert isinstance(loader.sampler, BatchSampler)
+            loader.sampler.start_at(position["epoch"], position["batch"])
+            run.note_resumed(step)
+            print(f"goes on from epoch {position['epoch']}, step {step}", file=sys.stderr)
+        loggers = make_loggers(plan.config, run.path, run.hash, step)
+        plan.trainer.loggers = loggers
+        plan.recorder.begin(rows, loggers)
+        _fit(plan, loader, None if start is None else start[0])
+        return _evaluate_and_sum_up(plan, run)
+
+
+def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
+    trainer = plan.trainer
+    evaluated = plan.data.eval_loader(plan.config["protocol"]["select_on"], trainer.global_rank, trainer.world_size)
+    try:
+        trainer.fit(plan.module, loader, evaluated, ckpt_path=checkpoint, weights_only=True)
+    except SIGTERMException:
+        print(f"stopped by SIGTERM at step {trainer.global_step}; the same command goes on from there", file=sys.stderr)
+        raise SystemExit(TERMINATED) from None
+    except SystemExit:
+        if trainer.interrupted:
+            raise SystemExit(INTERRUPTED) from None
+        raise
+
+
+def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
+    config, protocol, recorder = plan.config, plan.config["protocol"], plan.recorder
+    epochs, steps = config["trainer"]["max_epochs"], plan.trainer.global_step
+    last = {"epoch": epochs, "step": steps, "checkpoint": checkpoint_name(steps)}
+    best = plan.checkpoints.best
+    assert best is not None
+    chosen = {name: best[name] for name in ("epoch", "step", "checkpoint")}
+    places: dict[str, dict[str, Any]] = {"best": chosen, "last": last}
+    for place in places.values():
+        if protocol["select_on"] == "val":
+            place["val"] = recorder.metrics(place["epoch"], "val")
+        if protocol["test"]:
+            if not recorder.metrics(place["epoch"], "test"):
+                weights = read_checkpoint(run.checkpoints / place["checkpoint"])["state_dict"]
+                plan.module.load_state_dict(weights)
+                metrics = evaluate(config, plan.module, plan.data, "test")
+                row = {"epoch": place["epoch"], "step": place["step"], "split": "test", **metrics}
+                recorder.add(row, plan.trainer.loggers)
+            place["test"] = recorder.metrics(place["epoch"], "test")
+        place["checkpoint"] = f"checkpoints/{place['checkpoint']}"
+    for logger in plan.trainer.loggers:
+        logger.finalize("success")
+    plan.checkpoints.keep({Path(place["checkpoint"]).name for place in places.values()})
+    return {
+        "hash": run.hash,
+        "experiment": config["experiment"],
+        "label": config["label"],
+        "seed": config["seed"],
+        "epochs": epochs,
+        "steps": steps,
+        "n_params": count_parameters(plan.module),
+        "data": plan.data.facts(),
+        "selected_on": protocol["select_on"],
+        "metric": protocol["metric"],
+        **places,
+    }
+
+
+def evaluate(config: Config, module: Classifier, data: DataModule, split: str) -> dict[str, float]:
+    """Metrics of a module on a split, on one device, every sample once."""
+    evaluator(config).test(module, data.eval_loader(split), verbose=False)
+    return module.evaluation_metrics.take()
+
+
+def evaluator(config: Config) -> L.Trainer:
+    """A trainer that evaluates, on one device and with the run's precision."""
+    return L.Trainer(
+        accelerator=config["trainer"]["accelerator"],
+        devices=1,
+        precision=PRECISIONS[config["trainer"]["precision"]],  # type: ignore[arg-type]
+        deterministic=config["trainer"]["deterministic"],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+
+
+def count_parameters(module: torch.nn.Module) -> int:
+    """Number of trained parameters."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def device_names(trainer: L.Trainer) -> list[str]:
+    """Names of the devices of this machine that a trainer works on."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(index) for index in range(trainer.num_devices)]
+    return [device.type] * trainer.num_devices
+
+
+def quieten() -> None:
+    """Silences what Lightning says of things that are meant here."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*your dataloader is not resumable.*",  # the sampler is put at the right batch (BatchSampler.start_at)
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*You are using `torch.load` with `weights_only=.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM outside of Lightning's loops ends the process in order too; inside, Lightning takes note of it."""
+
+    def stop(signum: int, frame: object) -> None:
+        if signal.getsignal(signal.SIGTERM) is stop:
+            raise SystemExit(TERMINATED)
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread, which alone may do this
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,175 @@
+"""metrics.jsonl, timing.jsonl and the loggers: one row per evaluation, the same rows for all of them."""
+
+import csv
+import io
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+
+from ..files import append_line, json_line, write_atomic
+from .classifier import Classifier
+
+Row = dict[str, Any]
+
+
+class Recorder(Callback):
+    """Writes what each epoch gave.
+
+    The rows are part of every checkpoint: a run that goes on from one starts with exactly the rows that preceded it,
+    whatever was in metrics.jsonl when the process was killed.
+
+    Args:
+        folder: the run's folder.
+        split: what is evaluated after each epoch, "val" or "test".
+        table: also write metrics.csv.
+        lines: print one line per epoch.
+    """
+
+    def __init__(self, folder: Path, split: str, table: bool, lines: bool) -> None:
+        self.folder, self.split, self.table, self.lines = folder, split, table, lines
+        self.rows: list[Row] = []
+        self._epoch_start = 0.0
+        self._samples = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = list(state_dict["rows"])
+
+    def begin(self, rows: list[Row], loggers: list[Logger]) -> None:
+        """Starts with the rows that a checkpoint holds (none in a fresh run), and tells them to offline wandb runs."""
+        self.rows = list(rows)
+        write_atomic(self.folder / "metrics.jsonl", "".join(map(json_line, self.rows)))
+        self._write_table()
+        for logger in loggers:
+            # Each attempt makes a wandb folder of its own under the same id, and on the server the latest replaces the
+            # earlier ones: so it has to be complete.
+            if isinstance(logger, WandbLogger) and logger._offline:
+                for row in self.rows:
+                    _log(logger, row)
+
+    def value(self, epoch: int, split: str, metric: str) -> float:
+        """A recorded metric."""
+        return self.metrics(epoch, split)[metric]
+
+    def metrics(self, epoch: int, split: str) -> dict[str, float]:
+        """The recorded metrics of an epoch and split, empty where it was not evaluated."""
+        for row in self.rows:
+            if (row["epoch"], row["split"]) == (epoch, split):
+                return {name: value for name, value in row.items() if name not in ("epoch", "step", "split", "lr")}
+        return {}
+
+    def add(self, row: Row, loggers: list[Logger]) -> None:
+        """Records one evaluation."""
+        self.rows.append(row)
+        append_line(self.folder / "metrics.jsonl", row)
+        self._write_table()
+        for logger in loggers:
+            _log(logger, row)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._epoch_start, self._samples = time.perf_counter(), 0
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._epoch_start, self._samples = time.perf_counter(), 0
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._samples += len(batch[-1])
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, Classifier)
+        train, evaluated = pl_module.training_metrics.take(), pl_module.evaluation_metrics.take()
+        if not trainer.is_global_zero:
+            return
+        epoch, step = trainer.current_epoch + 1, trainer.global_step
+        seconds = time.perf_counter() - self._epoch_start
+        for split, metrics in (("train", {**train, "lr": pl_module.last_rate}), (self.split, evaluated)):
+            self.add({"epoch": epoch, "step": step, "split": split, **metrics}, trainer.loggers)
+        timing = {
+            "epoch": epoch,
+            "step": step,
+            "seconds": round(seconds, 4),
+            "samples_per_second": round(self._samples * trainer.world_size / seconds, 1),
+            "ended": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        }
+        append_line(self.folder / "timing.jsonl", timing)
+        if self.lines:
+            words = "  ".join(f"{name} {value:.4f}" for name, value in evaluated.items())
+            print(f"epoch {epoch}/{trainer.max_epochs}  {self.split}: {words}  ({seconds:.1f} s)", file=sys.stderr)
+
+    def _write_table(self) -> None:
+        if not self.table:
+            return
+        columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_atomic(self.folder / "metrics.csv", text.getvalue())
+
+
+def make_loggers(config: dict[str, Any], folder: Path, digest: str, step: int) -> list[Logger]:
+    """The loggers that the configuration asks for, besides metrics.jsonl.
+
+    Args:
+        config: resolved.
+        folder: the run's folder.
+        digest: the run's hash; its first eight digits are the wandb id.
+        step: the optimizer step that the run goes on from, 0 at the start.
+    """
+    loggers: list[Logger] = []
+    if config["logger"]["wandb"]:
+        loggers.append(_wandb_logger(config, folder, digest))
+    if config["logger"]["tensorboard"]:
+        # What an earlier attempt wrote after that step is repeated, so TensorBoard is told to forget it.
+        purge = {"purge_step": step + 1} if step else {}
+        loggers.append(TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False, **purge))
+    return loggers
+
+
+def _wandb_logger(config: dict[str, Any], folder: Path, digest: str) -> WandbLogger:
+    import wandb
+
+    def start(mode: str) -> WandbLogger:
+        # Offline folders of one id lie side by side; the newest is complete (see Recorder.begin).
+        run = wandb.init(
+            id=digest[:8],
+            name=folder.name,
+            group=config["experiment"],
+            project=config["wandb"]["project"],
+            entity=config["wandb"]["entity"],
+            config=config,
+            dir=folder,
+            mode=mode,  # type: ignore[arg-type]
+            resume="allow",
+            reinit="finish_previous",
+            settings=wandb.Settings(init_timeout=30, silent=True, console="off"),
+        )
+        return WandbLogger(experiment=run, offline=mode == "offline")
+
+    mode = config["wandb"]["mode"]
+    if mode == "online":
+        try:
+            return start("online")
+        except (wandb.errors.Error, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            print(
+                f"warning: wandb is out of reach ({reason}); this run is logged offline, in {folder / 'wandb'}, "
+                "for `wandb sync`",
+                file=sys.stderr,
+            )
+    return start("offline")
+
+
+def _log(logger: Logger, row: Row) -> None:
+    metrics = {f"{row['split']}/{name}": value for name, value in row.items() if name not in ("epoch", "step", "split")}
+    logger.log_metrics(metrics | {"epoch": row["epoch"]}, step=row["step"])

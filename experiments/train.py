@@ -1,0 +1,103 @@
+"""Trains one run, or a sweep with -m: `python -m experiments.train experiment=mnist_patches attention=sinkhorn seed=0`.
+
+A run that is finished is left alone; one that was stopped goes on from its last checkpoint. Exit codes: 0 finished, 1
+something is wrong (one message says what; in a sweep after all other runs), 130 stopped by Ctrl-C, 143 stopped by
+SIGTERM, with a checkpoint.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from .config import register, resolve
+from .errors import RunError
+from .runners.run_dir import RunDir, train_command
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+register()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run: its folder, its result, and whether it had been finished before."""
+
+    folder: Path
+    result: dict[str, Any]
+    was_finished: bool
+
+
+def execute(config: DictConfig, overrides: Sequence[str]) -> Outcome:
+    """Trains the run of a composed configuration to its end.
+
+    Args:
+        config: composed, unresolved.
+        overrides: the words after `python -m experiments.train` that make it.
+
+    Raises:
+        RunError: for what the user can put right; no folder has been made where the configuration was at fault.
+    """
+    resolved = resolve(config)
+    run = RunDir.of(resolved)
+    if run.finished:
+        say(f"finished already, nothing to do: {run.path}")
+        return Outcome(run.path, run.result(), True)
+    # Imported only where there is something to train: it takes seconds.
+    import torch
+
+    from .runners import lightning
+
+    plan = lightning.prepare(resolved, run)
+    facts = {"data": plan.data.facts(), "n_params": lightning.count_parameters(plan.module)}
+    say(f"run: {run.path}")
+    devices = lightning.device_names(plan.trainer)
+    with run.attempt(train_command(overrides), facts, devices, torch.get_num_threads()):
+        result = lightning.train(plan, run)
+        run.finish(result)
+    say(f"finished: {run.path}: {in_words(result)}")
+    return Outcome(run.path, result, False)
+
+
+def in_words(result: dict[str, Any]) -> str:
+    """A result in half a line."""
+    best, last = result["best"], result["last"]
+    split = "test" if "test" in best else result["selected_on"]
+    return (
+        f"{split} accuracy {best[split]['accuracy']:.4f} at the epoch chosen on {result['selected_on']} "
+        f"({best['epoch']}), {last[split]['accuracy']:.4f} at the last ({last['epoch']})"
+    )
+
+
+def say(words: str) -> None:
+    """Prints to the error stream, which progress uses too."""
+    print(words, file=sys.stderr, flush=True)
+
+
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
+def main(config: DictConfig) -> None:
+    """The command."""
+    hydra_config = HydraConfig.get()
+    overrides = list(hydra_config.overrides.task)
+    if hydra_config.mode != RunMode.MULTIRUN:
+        try:
+            execute(config, overrides)
+        except RunError as error:
+            say(f"error: {error}")
+            raise SystemExit(1) from None
+        return
+    try:
+        execute(config, overrides)
+    except RunError as error:
+        # Hydra shows the first failure of a sweep when all runs are over; each is shown here where it happens.
+        say(f"error: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main()
