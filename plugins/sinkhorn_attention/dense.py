@@ -188,6 +188,11 @@ def scores_gradient(
 # --------------------------------------------------------------------------------------------- which of the two
 
 
+def in_log_domain_throughout(device: torch.device) -> bool:
+    """Whether all heads are computed in the log domain: where asking the guard would wait for the device."""
+    return device.type != "cpu"
+
+
 def split_by_guard(chunk: slice, u: Tensor, v: Tensor) -> Tensor:
     """Indices of the chunk's heads whose scalings left the range that the exponential domain is trusted with."""
     product = u.amax((1, 2)).log2() + v.amax((1, 2)).log2()
@@ -240,7 +245,7 @@ def dense_attention(
 
     with torch.autocast(device.type, enabled=False):
         for heads in problem.chunks(device):
-            if device.type != "cpu":
+            if in_log_domain_throughout(device):
                 apply_in_log_domain(heads, dtype)
                 continue
             kernel, *exponentials = exponentiate(problem.scores(heads, dtype, LOG2E))
@@ -284,11 +289,11 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 def empty_scalings(like: Tensor, heads: int, n: int, m: int, n_iters: int) -> tuple[Tensor, Tensor, Tensor]:
     """What forward saves beside its output: row scalings, column scalings, and which heads the log domain computed."""
-    on_cpu = like.device.type == "cpu"
-    n_rows, n_columns = ((n_iters + 1) // 2, n_iters // 2 + 1) if on_cpu else (0, 0)
+    throughout = in_log_domain_throughout(like.device)
+    n_rows, n_columns = (0, 0) if throughout else ((n_iters + 1) // 2, n_iters // 2 + 1)
     u = like.new_empty(heads, n_rows, n, dtype=compute_dtype(like))
     v = like.new_empty(heads, n_columns, m, dtype=compute_dtype(like))
-    return u, v, torch.full((heads,), not on_cpu, device=like.device)
+    return u, v, torch.full((heads,), throughout, device=like.device)
 
 
 def dropout_factor(keep: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
@@ -380,7 +385,7 @@ def dense_attention_backward(
 
     with torch.autocast(device.type, enabled=False):
         for heads in problem.chunks(device):
-            if device.type != "cpu":
+            if in_log_domain_throughout(device):
                 differentiate_in_log_domain(heads, dtype)
                 continue
             untrusted = in_log_domain[heads].nonzero().squeeze(1) + heads.start
@@ -453,7 +458,7 @@ def dense_coupling(
 
     with torch.autocast(scores.device.type, enabled=False):
         for heads in problem.chunks(scores.device):
-            if scores.device.type != "cpu":
+            if in_log_domain_throughout(scores.device):
                 fill_in_log_domain(heads, dtype)
                 continue
             kernel, *exponentials = exponentiate(problem.scores(heads, dtype, LOG2E))
@@ -512,7 +517,7 @@ def dense_coupling_backward(
 
     with torch.autocast(scores.device.type, enabled=False):
         for heads in problem.chunks(scores.device):
-            if scores.device.type != "cpu":
+            if in_log_domain_throughout(scores.device):
                 differentiate_in_log_domain(heads, dtype)
                 continue
             differentiate(heads)

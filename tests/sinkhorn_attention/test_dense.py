@@ -246,6 +246,25 @@ def test_guard_bound_is_where_it_says() -> None:
     assert dense.split_by_guard(slice(10, 14), u, v).tolist() == [11, 12, 13]
 
 
+@pytest.mark.parametrize("n_iters", [1, 2, 3, 6])
+def test_the_path_of_other_devices(make_problem, matches_reference, monkeypatch, n_iters: int) -> None:
+    """Off the CPU everything runs in the log domain and in the inputs' precision; here that path runs on the CPU."""
+    monkeypatch.setattr(dense, "in_log_domain_throughout", lambda device: True)
+    monkeypatch.setattr(dense, "DEVICE_CHUNK_BYTES", 400)
+    monkeypatch.setattr(torch.Tensor, "nonzero", None)  # what would synchronise
+    for options in (
+        {},
+        {"attn_bias": torch.randn(3, 6, 8).double(), "dropout_p": 0.3},
+        {"query_mask": random_mask(2, 1, 6), "key_mask": random_mask(2, 3, 8)},
+        {"gradient": "detached"},
+    ):
+        for dtype in PRECISIONS:
+            matches_reference(make_problem(6, 8, n_iters, **options), dtype=dtype)
+    matches_reference(make_problem(6, 8, n_iters, std=100))
+    scores = torch.randn(2, 5, 5, dtype=torch.float64)
+    torch.testing.assert_close(sinkhorn(scores, n_iters), sinkhorn_reference(scores, n_iters))
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 400, 900])
 def test_chunks_do_not_change_the_result(make_problem, matches_reference, monkeypatch, chunk_bytes: int) -> None:
     monkeypatch.setattr(dense, "CHUNK_BYTES", chunk_bytes)
