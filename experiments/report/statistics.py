@@ -106,7 +106,6 @@ class Outcome(Enum):
     TOO_FEW = "too few seeds"
     DIVERGED = "not defined, a run diverged"
     NO_SPREAD = "no spread between the seeds"
-    NOT_COMPARABLE = "not comparable"
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ def compare(candidate: Sequence[Observation], baseline: Sequence[Observation]) -
     )
 
 
-def judge(comparisons: Sequence[Comparison], obstacles: Sequence[str | None] | None = None) -> list[Verdict]:
+def judge(comparisons: Sequence[Comparison]) -> list[Verdict]:
     """Says what each comparison of a family shows, and names a winner only where all of it allows.
 
     A winner needs five pairs, a t interval without zero, and a p value that Holm's correction (Holm 1979) over the
@@ -199,10 +198,8 @@ def judge(comparisons: Sequence[Comparison], obstacles: Sequence[str | None] | N
 
     Args:
         comparisons: the comparisons that are read together.
-        obstacles: for each, why its two sides must not be held against each other, or None.
     """
-    reasons = obstacles if obstacles is not None else [None] * len(comparisons)
-    outcomes = [_outcome_alone(comparison, reason) for comparison, reason in zip(comparisons, reasons, strict=True)]
+    outcomes = [_outcome_alone(comparison) for comparison in comparisons]
     members = [
         index
         for index, (comparison, outcome) in enumerate(zip(comparisons, outcomes, strict=True))
@@ -210,11 +207,11 @@ def judge(comparisons: Sequence[Comparison], obstacles: Sequence[str | None] | N
     ]
     adjusted = dict(zip(members, holm([comparisons[index].p_value for index in members]), strict=True))
     verdicts = []
-    for index, (comparison, outcome, reason) in enumerate(zip(comparisons, outcomes, reasons, strict=True)):
+    for index, (comparison, outcome) in enumerate(zip(comparisons, outcomes, strict=True)):
         p_value = adjusted.get(index, math.nan)
         if outcome in (Outcome.HIGHER, Outcome.LOWER) and p_value > 1.0 - CONFIDENCE:
             outcome = Outcome.NOT_AFTER_HOLM
-        sentence = _sentence(outcome, comparison, reason, len(members))
+        sentence = _sentence(outcome, comparison, len(members))
         verdicts.append(Verdict(outcome, sentence, p_value, len(members)))
     return verdicts
 
@@ -251,9 +248,7 @@ def _bootstrap(differences: np.ndarray) -> Interval | None:
     return Interval(low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
-def _outcome_alone(comparison: Comparison, obstacle: str | None) -> Outcome:
-    if obstacle is not None:
-        return Outcome.NOT_COMPARABLE
+def _outcome_alone(comparison: Comparison) -> Outcome:
     if comparison.diverged:
         return Outcome.DIVERGED
     if comparison.n < PAIRS_FOR_A_WINNER or comparison.interval is None:
@@ -265,19 +260,17 @@ def _outcome_alone(comparison: Comparison, obstacle: str | None) -> Outcome:
     return Outcome.HIGHER if comparison.mean > 0 else Outcome.LOWER
 
 
-def _sentence(outcome: Outcome, comparison: Comparison, obstacle: str | None, family: int) -> str:
+def _sentence(outcome: Outcome, comparison: Comparison, family: int) -> str:
     match outcome:
-        case Outcome.NOT_COMPARABLE:
-            return f"not comparable: {obstacle}"
         case Outcome.DIVERGED:
-            return f"no winner named: diverged at seed {', '.join(map(str, comparison.diverged))}"
+            return f"no winner named: seed {', '.join(map(str, comparison.diverged))} diverged"
         case Outcome.TOO_FEW:
             return f"no winner named: too few seeds ({comparison.n} paired, {PAIRS_FOR_A_WINNER} needed)"
         case Outcome.NOT_SHOWN:
-            return "no difference shown (the t interval includes zero)"
+            return "no difference shown"
         case Outcome.NO_SPREAD:
             return "no winner named: every seed gave the same difference, which leaves no spread to judge by"
         case Outcome.NOT_AFTER_HOLM:
-            return f"no difference shown (the t interval excludes zero, but not after Holm's correction over {family})"
+            return f"no difference shown after Holm's correction over {family}"
         case Outcome.HIGHER | Outcome.LOWER:
             return outcome.value

@@ -1,0 +1,95 @@
+"""`python -m experiments.report PATH...`: tables, pictures and a page of the finished runs at or below some paths."""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from .cells import Results, analyse
+from .collect import Problem, collect, path_words
+from .page import result_tables, verdict_lines, write_report
+from .published import load_published, published_for
+from .tables import as_rich, problem_table
+
+FILE_WIDTH = 160  # of tables that go to a file or a pipe, which has no width of its own
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reports every experiment among the runs, each into a folder of its own.
+
+    Returns:
+        0, or 1 where there was no finished run or the report could not be written; the reason goes to standard error.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.report",
+        description="Tables (Markdown, CSV), pictures and one page (index.html) of finished runs.",
+    )
+    parser.add_argument(
+        "paths", nargs="*", type=Path, default=[Path("runs")], metavar="PATH", help="runs, or folders of runs (runs)"
+    )
+    parser.add_argument("--out", type=Path, help="folder of the report (report/ beside the experiment's runs)")
+    options = parser.parse_args(arguments)
+    runs, problems = collect(options.paths)
+    if not runs:
+        print(_nothing(options.paths, problems), file=sys.stderr)
+        return 1
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, width=FILE_WIDTH)
+    published = load_published()
+    experiments = sorted({run.experiment for run in runs})
+    try:
+        for experiment in experiments:
+            ours = [run for run in runs if run.experiment == experiment]
+            # What belongs to no experiment that is reported (a path that is not there) is shown with each.
+            theirs = [problem for problem in problems if problem.experiment not in set(experiments) - {experiment}]
+            results = analyse(experiment, ours, theirs)
+            folder = _folder(results, options.out, len(experiments))
+            page = write_report(results, published_for(experiment, published), folder)
+            _show(console, results, page)
+    except (OSError, ValueError) as error:
+        print(f"no report: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _folder(results: Results, out: Path | None, experiments: int) -> Path:
+    if out is not None:
+        return out if experiments == 1 else out / results.experiment
+    parents = sorted({run.folder.absolute().parent for run in results.runs})
+    if len(parents) > 1:
+        raise ValueError(f"the runs of {results.experiment} lie in {len(parents)} folders: say where with --out FOLDER")
+    return parents[0] / "report"
+
+
+def _show(console: Console, results: Results, page: Path) -> None:
+    console.rule(Text(results.experiment))
+    for table in result_tables(results):
+        console.print(as_rich(table))
+    for line in verdict_lines(results):
+        console.print(Text(f"- {line}"))
+    if results.problems:
+        console.print(as_rich(problem_table(results)))
+    # On a line of its own and never folded, so that it can be copied.
+    console.print(Text(f"report: {path_words(page)}"), soft_wrap=True)
+
+
+def _nothing(paths: Sequence[Path], problems: Sequence[Problem]) -> str:
+    where = ", ".join(map(path_words, paths))
+    if not problems:
+        return f"no run under {where}: train one with python -m experiments.train experiment=mnist_patches"
+    first = problems[0]
+    count = f"{len(problems)} do not count, the first" if len(problems) > 1 else "the only one"
+    return f"no finished run under {where}: {count} is {path_words(first.folder)} ({first.state}: {first.reason})"
+
+
+if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode still gets its table
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""Finds run folders and reads the finished ones. What does not count is listed with its reason, and breaks nothing."""
+
+import json
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+RESULT, CARD, CONFIG = "result.json", "run.json", "config.yaml"
+RUN_FILES = (RESULT, CARD, CONFIG, "metrics.jsonl", "timing.jsonl")
+NOT_SEARCHED = {"checkpoints", "wandb", "tensorboard"}
+METRIC = "accuracy"
+OFFICIAL = "_official"
+
+Setting = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How the published plot script treats the runs, faults included; only for `_official` experiments.
+
+    Attributes:
+        leave_out_below: runs whose best test accuracy is not above this fraction are discarded; None for none.
+        overwrite_last_point: softmax's numbers at the largest value of the first axis are replaced by Sinkhorn's.
+    """
+
+    leave_out_below: float | None = None
+    overwrite_last_point: bool = False
+
+    def words(self) -> str:
+        """What is done to the numbers, in sentences."""
+        parts = []
+        if self.leave_out_below is not None:
+            parts.append(f"Runs at or below {100 * self.leave_out_below:g} % are left out of tables and pictures.")
+        if self.overwrite_last_point:
+            parts.append("Softmax's last point is overwritten by Sinkhorn's.")
+        if parts:
+            parts.append("Comparisons use all runs and their own numbers.")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        folder: where it lies.
+        experiment: the experiment's name.
+        attention: the normalizer's name.
+        seed: its seed.
+        settings: the configuration that makes up its identity, flattened to dotted keys.
+        split: hash of the data split, None where the run card has none.
+        chosen: test accuracy at the chosen epoch, a fraction of 1; NaN where the run diverged.
+        last: test accuracy at the last epoch, likewise.
+        best_epoch: the chosen epoch.
+        last_epoch: the last epoch.
+        selected_on: the split that chose the epoch, "val" or "test".
+        selected_by: the metric that chose it.
+        finished: when it finished, ISO 8601, "" where the run card does not tell.
+        card: the run card.
+        protocol: the published treatment that the experiment asks for, None for a sound one.
+    """
+
+    folder: Path
+    experiment: str
+    attention: str
+    seed: int
+    settings: Mapping[str, Setting]
+    split: str | None
+    chosen: float
+    last: float
+    best_epoch: int
+    last_epoch: int
+    selected_on: str
+    selected_by: str
+    finished: str
+    card: Mapping[str, Any] = field(repr=False)
+    protocol: Protocol | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A folder or path that does not count.
+
+    Attributes:
+        folder: where it lies.
+        experiment: the experiment's name as far as it is known, otherwise "".
+        state: one word, for example "interrupted" or "unreadable".
+        reason: why, in words.
+    """
+
+    folder: Path
+    experiment: str
+    state: str
+    reason: str
+
+
+def path_words(path: Path) -> str:
+    """A path as text, also where its bytes are no UTF-8, or the locale is none."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+class _Unreadable(ValueError):
+    """What is wrong with a file, in words."""
+
+
+def collect(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
+    """Reads every run at or below some paths; a run that is reached twice is read once.
+
+    Args:
+        paths: run folders, folders of run folders at any depth, or files in a run folder.
+
+    Returns:
+        The finished runs, and everything that does not count.
+    """
+    runs: list[Run] = []
+    problems: list[Problem] = []
+    seen: set[Path] = set()
+    for path in paths:
+        folders, unreachable = find_runs(path)
+        problems += unreachable
+        for folder in folders:
+            if (real := folder.resolve()) in seen:
+                continue
+            seen.add(real)
+            found = read_run(folder)
+            if isinstance(found, Run):
+                runs.append(found)
+            else:
+                problems.append(found)
+    return runs, problems
+
+
+def find_runs(path: Path) -> tuple[list[Path], list[Problem]]:
+    """The run folders at or below a path, sorted, and what could not be searched."""
+    if not path.exists():
+        return [], [Problem(path, "", "missing", "there is nothing at this path")]
+    if path.is_file():
+        if path.name in RUN_FILES:
+            return [path.parent], []
+        return [], [Problem(path, "", "unreadable", f"a file of a run is one of {', '.join(RUN_FILES)}")]
+    problems: list[Problem] = []
+
+    def note(error: OSError) -> None:
+        problems.append(Problem(Path(error.filename), "", "unreadable", _reason(error)))
+
+    found = []
+    visited: set[str] = set()
+    for place, folders, files in os.walk(path, onerror=note, followlinks=True):
+        real = os.path.realpath(place)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        if {RESULT, CARD, CONFIG} & set(files):
+            found.append(Path(place))
+            folders.clear()
+        folders[:] = [name for name in folders if name not in NOT_SEARCHED]
+    return sorted(found), problems
+
+
+def read_run(folder: Path) -> Run | Problem:
+    """A finished run, or why the folder holds none."""
+    experiment = folder.resolve().parent.name
+    try:
+        card = _mapping(_json(folder / CARD), CARD)
+        experiment = _text(card, "experiment", CARD)
+        if not (folder / RESULT).exists():
+            return _unfinished(folder, experiment, card)
+        result = _mapping(_json(folder / RESULT), RESULT)
+        if _text(result, "hash", RESULT) != _text(card, "hash", CARD):
+            raise _Unreadable(f"{RESULT} and {CARD} belong to different runs: their hashes differ")
+        settings = _flat(_mapping(_need(card, "identity", CARD), f"identity in {CARD}"))
+        if settings.get("protocol.test") is False:
+            return Problem(folder, experiment, "untested", "finished, but protocol.test=false: no test metrics")
+        attention = settings.get("attention.name")
+        if not isinstance(attention, str):
+            raise _Unreadable(f"{CARD} has no attention.name")
+        return Run(
+            folder=folder,
+            experiment=experiment,
+            attention=attention,
+            seed=_whole(result, "seed", RESULT),
+            settings=settings,
+            split=_split(card),
+            chosen=_metric(result, "best"),
+            last=_metric(result, "last"),
+            best_epoch=_whole(_mapping(result["best"], "best"), "epoch", f"best in {RESULT}"),
+            last_epoch=_whole(_mapping(result["last"], "last"), "epoch", f"last in {RESULT}"),
+            selected_on=_text(result, "selected_on", RESULT),
+            selected_by=_text(result, "metric", RESULT),
+            finished=_finished(card),
+            card=card,
+            protocol=_protocol(folder) if experiment.endswith(OFFICIAL) else None,
+        )
+    except _Unreadable as error:
+        return Problem(folder, experiment, "unreadable", str(error))
+
+
+def _unfinished(folder: Path, experiment: str, card: Mapping[str, Any]) -> Problem:
+    attempts = card.get("attempts")
+    last = attempts[-1] if isinstance(attempts, list) and attempts and isinstance(attempts[-1], dict) else {}
+    state = str(card.get("state", "unfinished"))
+    again = f"; go on with: {card.get('command', 'the command that started it')}"
+    if state == "running" and _is_gone(last):
+        state = "interrupted"
+        reason = f"process {last.get('pid')} on {last.get('host')}, started {last.get('started')}, is gone{again}"
+    elif state == "running":
+        reason = f"since {last.get('started')} on {last.get('host')} (process {last.get('pid')})"
+    elif state == "finished":
+        state, reason = "unreadable", f"the run card says finished, but {RESULT} is not there{again}"
+    else:
+        reason = f"{last.get('message') or 'without a message'}, {last.get('ended') or 'time unknown'}{again}"
+    return Problem(folder, experiment, state, reason)
+
+
+def _is_gone(attempt: Mapping[str, Any]) -> bool:
+    """Whether an attempt's process surely runs no more: only a process of this machine can be asked for."""
+    pid = attempt.get("pid")
+    if attempt.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return False
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise _Unreadable(f"{path.name}: {_reason(error)}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _Unreadable(f"{path.name} is no valid JSON ({error}): it was cut or changed") from None
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Unreadable(f"{where} holds {type(value).__name__} where an object belongs")
+    return value
+
+
+def _need(mapping: Mapping[str, Any], key: str, where: str) -> Any:
+    if key not in mapping:
+        raise _Unreadable(f"{where} has no {key!r}")
+    return mapping[key]
+
+
+def _text(mapping: Mapping[str, Any], key: str, where: str) -> str:
+    value = _need(mapping, key, where)
+    if not isinstance(value, str):
+        raise _Unreadable(f"{where}: {key!r} is {value!r}, not a text")
+    return value
+
+
+def _whole(mapping: Mapping[str, Any], key: str, where: str) -> int:
+    value = _need(mapping, key, where)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _Unreadable(f"{where}: {key!r} is {value!r}, not a whole number")
+    return value
+
+
+def _metric(result: Mapping[str, Any], which: str) -> float:
+    """Test accuracy at an epoch; NaN for null, NaN and infinities: the run diverged."""
+    where = f"{which} in {RESULT}"
+    test = _mapping(_need(_mapping(_need(result, which, RESULT), where), "test", where), f"test of {where}")
+    value = _need(test, METRIC, f"test of {where}")
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _Unreadable(f"test of {where}: {METRIC} is {value!r}, not a number")
+    if not math.isfinite(value):
+        return math.nan
+    if not 0.0 <= value <= 1.0:
+        raise _Unreadable(f"test of {where}: {METRIC} is {value!r}, not a fraction of 1")
+    return float(value)
+
+
+def _split(card: Mapping[str, Any]) -> str | None:
+    data = card.get("data")
+    split = data.get("split_hash") if isinstance(data, dict) else None
+    return split if isinstance(split, str) and split else None
+
+
+def _finished(card: Mapping[str, Any]) -> str:
+    attempts = card.get("attempts")
+    last = attempts[-1] if isinstance(attempts, list) and attempts else {}
+    ended = last.get("ended") if isinstance(last, dict) else None
+    return ended if isinstance(ended, str) else ""
+
+
+def _protocol(folder: Path) -> Protocol | None:
+    """The `report` group of the configuration: it cannot change a run's numbers, so the identity leaves it out."""
+    try:
+        config = _mapping(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")), CONFIG)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _Unreadable(f"{CONFIG}: {_reason(error)}") from None
+    except yaml.YAMLError as error:
+        raise _Unreadable(f"{CONFIG} is no valid YAML ({' '.join(str(error).split())})") from None
+    asked = _mapping(config.get("report") or {}, f"report in {CONFIG}")
+    below, overwrite = asked.get("leave_out_below"), asked.get("overwrite_last_point", False)
+    if below is not None and (isinstance(below, bool) or not isinstance(below, int | float)):
+        raise _Unreadable(f"{CONFIG}: report.leave_out_below is {below!r}, not a number")
+    if not isinstance(overwrite, bool):
+        raise _Unreadable(f"{CONFIG}: report.overwrite_last_point is {overwrite!r}, neither true nor false")
+    return Protocol(None if below is None else float(below), overwrite)
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Setting]:
+    flat: dict[str, Setting] = {}
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            flat[f"{prefix}{key}"] = json.dumps(value)
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
