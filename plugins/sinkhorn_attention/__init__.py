@@ -1,14 +1,18 @@
 """Sinkhorn (doubly stochastic) attention: one operator, exact in value and gradient, with exact masks."""
 
 from . import scripting  # noqa: F401  (registers what torch.jit.script calls)
+from .conversion import convert
 from .diagnostics import MarginalError, marginal_error
 from .functional import sinkhorn, sinkhorn_attention
+from .modules import MultiheadAttention
 from .normalizers import Normalizer, get_normalizer, list_normalizers, register_normalizer
 
 __version__ = "0.1.0"
 __all__ = [
     "MarginalError",
+    "MultiheadAttention",
     "Normalizer",
+    "convert",
     "get_normalizer",
     "list_normalizers",
     "marginal_error",
