@@ -70,7 +70,8 @@ class Comparison:
         seeds: the paired seeds.
         mean: mean difference; NaN without a pair, or where a paired run diverged.
         std: standard deviation of the differences (n − 1); NaN below two pairs.
-        interval: t interval of the mean difference; None below two pairs or where `mean` is NaN.
+        interval: t interval of the mean difference; None below two pairs, where `mean` is NaN, and without spread:
+            equal differences would give an interval of no width, a certainty that the pairs do not warrant.
         bootstrap: BCa bootstrap interval of the mean difference; None below ten pairs or without spread.
         p_value: two-sided p value of the paired t test; NaN where there is no interval.
         only_candidate: seeds that only the candidate has.
@@ -169,13 +170,10 @@ def compare(candidate: Sequence[Observation], baseline: Sequence[Observation]) -
     mean = float(differences.mean()) if paired and not diverged else math.nan
     std = float(differences.std(ddof=1)) if len(paired) > 1 and not diverged else math.nan
     interval, p_value = None, math.nan
-    if math.isfinite(std):
-        if _has_spread(mean, std):
-            test = stats.ttest_1samp(differences, 0.0)
-            bounds = test.confidence_interval(CONFIDENCE)
-            interval, p_value = Interval(float(bounds.low), float(bounds.high)), float(test.pvalue)
-        else:
-            interval = Interval(mean, mean)
+    if _has_spread(mean, std):
+        test = stats.ttest_1samp(differences, 0.0)
+        bounds = test.confidence_interval(CONFIDENCE)
+        interval, p_value = Interval(float(bounds.low), float(bounds.high)), float(test.pvalue)
     return Comparison(
         seeds=tuple(paired),
         mean=mean,
@@ -251,12 +249,12 @@ def _bootstrap(differences: np.ndarray) -> Interval | None:
 def _outcome_alone(comparison: Comparison) -> Outcome:
     if comparison.diverged:
         return Outcome.DIVERGED
-    if comparison.n < PAIRS_FOR_A_WINNER or comparison.interval is None:
+    if comparison.n < PAIRS_FOR_A_WINNER:
         return Outcome.TOO_FEW
+    if comparison.interval is None:
+        return Outcome.NO_SPREAD
     if comparison.interval.includes_zero():
         return Outcome.NOT_SHOWN
-    if not _has_spread(comparison.mean, comparison.std):
-        return Outcome.NO_SPREAD
     return Outcome.HIGHER if comparison.mean > 0 else Outcome.LOWER
 
 
@@ -269,7 +267,7 @@ def _sentence(outcome: Outcome, comparison: Comparison, family: int) -> str:
         case Outcome.NOT_SHOWN:
             return "no difference shown"
         case Outcome.NO_SPREAD:
-            return "no winner named: every seed gave the same difference, which leaves no spread to judge by"
+            return f"no winner named: all {comparison.n} differences are equal, no spread to judge by"
         case Outcome.NOT_AFTER_HOLM:
             return f"no difference shown after Holm's correction over {family}"
         case Outcome.HIGHER | Outcome.LOWER:

@@ -77,6 +77,7 @@ def cell_table(results: Results, measure: Measure) -> Table:
 def contest_table(results: Results, measure: Measure) -> Table:
     """Each cell's difference from its softmax baseline, in percentage points, paired by seed."""
     contests = [contest for contest in results.contests if contest.measure is measure]
+    family = contests[0].verdict.family if contests else 0
     bootstrap = any(contest.comparison.n >= PAIRS_FOR_A_BOOTSTRAP for contest in contests)
     unpaired = any(_unpaired(contest) != NOTHING for contest in contests)
     rows = []
@@ -85,12 +86,13 @@ def contest_table(results: Results, measure: Measure) -> Table:
         row = [*_place(results, contest.cell), contest.cell.attention.label]
         row += [str(comparison.n), points(comparison.mean), interval(comparison.interval)]
         row += [interval(comparison.bootstrap)] if bootstrap else []
-        row += [_p_value(verdict.adjusted_p), verdict_words(contest)]
+        row += [_p_value(verdict.adjusted_p)] if family else []
+        row += [verdict_words(contest)]
         rows.append((*row, _unpaired(contest)) if unpaired else tuple(row))
-    family = contests[0].verdict.family if contests else 0
     header = [*map(axis_label, results.axes), "attention", "pairs", "mean", "95 % t interval"]
     header += ["95 % bootstrap interval"] if bootstrap else []
-    header += [f"Holm's p over {family}", "what it shows"]
+    header += [f"Holm's p over {family}"] if family else []
+    header += ["what it shows"]
     header += ["not paired"] if unpaired else []
     strong = frozenset(
         index for index, contest in enumerate(contests) if contest.verdict.outcome in (Outcome.HIGHER, Outcome.LOWER)
@@ -127,8 +129,8 @@ def published_table(published: Sequence[PublishedResult]) -> Table:
         for row in result.rows:
             values = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in row.values.items())
             model = row.model + (f", {row.n_iters} half-steps" if row.n_iters is not None else "")
-            rows.append((model, result.metric, values, result.unit, result.place, result.protocol, result.status.value))
-    header = ("model", "metric", "numbers", "unit", "place", "protocol", "status")
+            rows.append((model, result.metric, values, result.unit, result.status.value, result.place, result.protocol))
+    header = ("model", "metric", "numbers", "unit", "status", "place", "protocol")
     return Table("Published numbers", header, tuple(rows))
 
 

@@ -149,11 +149,12 @@ def test_an_interval_with_zero_names_no_winner():
 def test_without_spread_no_winner_is_named():
     values = [0.3, 0.5, 0.2, 0.4, 0.1]
     shifted = compare(observations([value + 0.1 for value in values]), observations(values))
-    assert (shifted.interval.low, shifted.interval.high) == pytest.approx((0.1, 0.1))
+    assert (shifted.mean, shifted.interval) == (pytest.approx(0.1), None)
     assert judge([shifted])[0].outcome is Outcome.NO_SPREAD
     equal = compare(observations(values), observations(values))
-    assert (equal.mean, equal.interval) == (0.0, Interval(0.0, 0.0))
-    assert judge([equal])[0].outcome is Outcome.NOT_SHOWN
+    assert (equal.mean, equal.interval) == (0.0, None)
+    assert judge([equal])[0].outcome is Outcome.NO_SPREAD
+    assert judge([compare(observations(values[:2]), observations(values[:2]))])[0].outcome is Outcome.TOO_FEW
     many = observations([0.25] * 12)
     assert compare(many, observations([0.0] * 12)).bootstrap is None
 
