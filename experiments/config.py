@@ -1,14 +1,21 @@
 """The shape of a configuration: its sections, their types, and its resolution. Unknown keys are refused."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
+import hydra
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .errors import RunError
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PRECISIONS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -98,6 +105,21 @@ def register() -> None:
     ConfigStore.instance().store(name="shape", node=Config)
 
 
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """The configuration that the command line `python -m experiments.train *overrides` makes.
+
+    Raises:
+        RunError: for an override that Hydra refuses.
+    """
+    register()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+            return hydra.compose("train", overrides=list(overrides))
+    except HydraException as error:
+        raise RunError(" ".join(str(error).split())) from error
+
+
 def resolve(config: DictConfig) -> dict[str, Any]:
     """A configuration as plain values, resolved once for all and checked as far as it can be without data or model.
 
@@ -113,7 +135,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         raise RunError(f"configuration: {str(error).splitlines()[0]}{_place(error)}") from error
     assert isinstance(resolved, dict)
     assert isinstance(again, dict)
-    for section in resolved:
+    for section in map(str, resolved):
         if resolved[section] != again[section]:
             raise RunError(
                 f"configuration: {section} reads differently each time (now {again[section]!r}): "
@@ -128,6 +150,11 @@ def _place(error: OmegaConfBaseException) -> str:
 
 
 def _check(config: dict[str, Any]) -> None:
+    # Hydra refuses unknown keys, but not those that are appended with a plus.
+    _known("", config, Config)
+    for section in fields(Config):
+        if is_dataclass(section.type) and isinstance(section.type, type):
+            _known(f"{section.name}.", config[section.name], section.type)
     trainer, protocol = config["trainer"], config["protocol"]
     _choice("trainer.precision", trainer["precision"], list(PRECISIONS))
     _choice("protocol.select_on", protocol["select_on"], ["val", "test"])
@@ -142,6 +169,15 @@ def _check(config: dict[str, Any]) -> None:
         raise RunError(f"trainer.gradient_clip_norm must be positive, or null; got {trainer['gradient_clip_norm']}")
     if protocol["select_on"] == "test" and not protocol["test"]:
         raise RunError("protocol.select_on=test evaluates the test split each epoch; protocol.test=false forbids it")
+
+
+def _known(prefix: str, section: dict[str, Any], shape: type) -> None:
+    known = {entry.name for entry in fields(shape)}
+    for key in section:
+        if key not in known:
+            raise RunError(
+                f"there is no {prefix}{key}; known here are {', '.join(prefix + name for name in sorted(known))}"
+            )
 
 
 def _choice(key: str, value: Any, allowed: list[str]) -> None:

@@ -5,6 +5,7 @@ something is wrong (one message says what; in a sweep after all other runs), 130
 SIGTERM, with a checkpoint.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +17,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from .config import register, resolve
+from .config import CONFIGS, register, resolve
 from .errors import RunError
 from .runners.run_dir import RunDir, train_command
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 register()
 
 
@@ -89,6 +89,8 @@ def main(config: DictConfig) -> None:
             execute(config, overrides)
         except RunError as error:
             say(f"error: {error}")
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
             raise SystemExit(1) from None
         return
     try:

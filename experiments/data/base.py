@@ -23,7 +23,7 @@ Batch = tuple[Tensor, ...]
 class SampleKey(NamedTuple):
     """What decides a sample of a batch, its augmentation included."""
 
-    index: int
+    sample: int
     seed: int
     epoch: int
 
@@ -138,7 +138,7 @@ class DataModule(ABC):
             dataset,
             batch_size=None,
             sampler=sampler,
-            collate_fn=_as_it_is,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]  # batches come whole from the dataset
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),

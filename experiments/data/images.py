@@ -20,7 +20,7 @@ class ImageArrays(Dataset[Batch]):
         mean: subtracted from pixels scaled to 0..1.
         std: divided by.
         max_shift: each image is moved by up to so many pixels each way, filled with background (0): drawn from (seed,
-            epoch, index).
+            epoch, sample).
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mean: float, std: float, max_shift: int = 0) -> None:
@@ -31,7 +31,7 @@ class ImageArrays(Dataset[Batch]):
         return len(self.labels)
 
     def __getitem__(self, keys: Sequence[SampleKey]) -> Batch:
-        indices = torch.tensor([key.index for key in keys], dtype=torch.int64)
+        indices = torch.tensor([key.sample for key in keys], dtype=torch.int64)
         images = self.images[indices]
         if self.max_shift:
             images = torch.stack([self._shifted(image, key) for image, key in zip(images, keys, strict=True)])
@@ -39,7 +39,7 @@ class ImageArrays(Dataset[Batch]):
 
     def _shifted(self, image: torch.Tensor, key: SampleKey) -> torch.Tensor:
         drawn = torch.randint(
-            0, 2 * self.max_shift + 1, (2,), generator=generator("augment", key.seed, key.epoch, key.index)
+            0, 2 * self.max_shift + 1, (2,), generator=generator("augment", key.seed, key.epoch, key.sample)
         )
         top, left = drawn.tolist()
         height, width = image.shape

@@ -15,7 +15,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, RichProgressBar
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from ..config import PRECISIONS
 from ..data.base import BatchSampler, DataModule
@@ -60,7 +60,9 @@ def prepare(config: Config, run: RunDir) -> Plan:
     callbacks: list[Callback] = [recorder, checkpoints]
     if bar:
         callbacks.append(RichProgressBar(refresh_rate=10, leave=False))
-    with explained("trainer"):
+    with explained("trainer", settings):
+        if settings["precision"] == "fp16" and not torch.cuda.is_available():
+            raise ValueError("precision=fp16 needs a GPU; on a CPU take bf16")
         trainer = L.Trainer(
             accelerator=settings["accelerator"],
             devices=settings["devices"],
@@ -80,8 +82,6 @@ def prepare(config: Config, run: RunDir) -> Plan:
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
-        if settings["precision"] == "fp16" and trainer.strategy.root_device.type == "cpu":
-            raise ValueError("precision=fp16 needs a GPU; on a CPU take bf16")
     return Plan(config, data, module, trainer, recorder, checkpoints)
 
 
@@ -91,24 +91,24 @@ def build(config: Config) -> tuple[DataModule, Classifier]:
     Raises:
         RunError: for anything in these sections that does not work.
     """
-    with explained("data"):
+    with explained("data", config["data"]):
         data = instantiate(config["data"], _convert_="all")
     if not isinstance(data, DataModule):
         raise RunError(f"data._target_ must name a DataModule; {config['data'].get('_target_')} gives {type(data)}")
     L.seed_everything(stream_seed("weights", config["seed"]) % 2**32, verbose=False)
-    with explained("model"):
+    with explained("model", config["model"]):
         model = instantiate(
             config["model"], attention=config["attention"], num_classes=data.num_classes, _convert_="all"
         )
-    with explained("optimizer"):
+    with explained("optimizer", config["optimizer"]):
         optimizer = instantiate(config["optimizer"], _partial_=True, _convert_="all")
         trial = optimizer(model.parameters())
     scheduler = None
     if config["scheduler"] is not None:
-        with explained("scheduler"):
+        with explained("scheduler", config["scheduler"]):
             scheduler = instantiate(config["scheduler"], _partial_=True, _convert_="all")
             scheduler(trial)
-    with explained("model"):
+    with explained("model", config["model"]):
         _try_out(model, data)
     return data, Classifier(model, data.num_classes, config["seed"], optimizer, scheduler)
 
@@ -124,15 +124,18 @@ def _try_out(model: torch.nn.Module, data: DataModule) -> None:
 
 
 @contextmanager
-def explained(section: str) -> Iterator[None]:
+def explained(section: str, values: Config) -> Iterator[None]:
     """Turns what a section's classes object to into one sentence that names the section."""
     try:
         yield
-    except (InstantiationException, ValueError, TypeError, OSError, RuntimeError, AssertionError) as error:
+    except Exception as error:  # whatever the classes that the configuration names may raise
         cause: BaseException = error
         while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
             cause = cause.__cause__
-        words = " ".join(str(cause).split()) or type(cause).__name__
+        words = " ".join(str(cause).split())
+        if not isinstance(cause, ValueError | OSError | InstantiationException | MisconfigurationException):
+            given = ", ".join(f"{key}={value}" for key, value in values.items())
+            words = f"{type(cause).__name__}: {words} (given {given})"
         raise RunError(f"{section}: {words}") from error
 
 
@@ -257,6 +260,7 @@ def quieten() -> None:
         ".*does not have many workers.*",
         ".*your dataloader is not resumable.*",  # the sampler is put at the right batch (BatchSampler.start_at)
         ".*Checkpoint directory .* exists and is not empty.*",
+        ".*`isinstance.treespec, LeafSpec.` is deprecated.*",
         ".*You are using `torch.load` with `weights_only=.*",
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -131,8 +131,11 @@ def make_loggers(config: dict[str, Any], folder: Path, digest: str, step: int) -
         loggers.append(_wandb_logger(config, folder, digest))
     if config["logger"]["tensorboard"]:
         # What an earlier attempt wrote after that step is repeated, so TensorBoard is told to forget it.
-        purge = {"purge_step": step + 1} if step else {}
-        loggers.append(TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False, **purge))
+        loggers.append(
+            TensorBoardLogger(
+                folder, name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1 if step else None
+            )
+        )
     return loggers
 
 
