@@ -457,7 +457,6 @@ def test_torchscript(normalizer: str) -> None:
             torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.slow
 def test_compile() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True, dropout=0.0)
