@@ -20,7 +20,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK = "#1b1e23"
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
-    "font.size": 11.0,
+    "font.size": 12.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": INK,
@@ -45,7 +45,7 @@ def draw(results: Results, measure: Measure) -> Figure:
         panels = sorted({cell.place[1:] for cell in results.cells}, key=str)
         columns = min(len(panels), 2)
         rows = -(-len(panels) // columns)
-        figure = Figure(figsize=(7.2 if columns == 1 else 6.0 * columns, 4.4 * rows), dpi=160, layout="constrained")
+        figure = Figure(figsize=(6.4 * columns, 4.3 * rows), dpi=160, layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
         for index, axes in enumerate(grid.flat):
             if index >= len(panels):
@@ -55,7 +55,7 @@ def draw(results: Results, measure: Measure) -> Figure:
             _panel(axes, cells, results, measure)
             rest = zip(results.axes[1:], panels[index], strict=True)
             axes.set_title(
-                _plain(", ".join(f"{axis_label(axis)} {place_label(axis, value)}" for axis, value in rest)), fontsize=11
+                _plain(", ".join(f"{axis_label(axis)} {place_label(axis, value)}" for axis, value in rest)), fontsize=12
             )
         for axes in grid[:, 0]:
             axes.set_ylabel(f"test accuracy\n{results.words(measure)}")

@@ -137,6 +137,15 @@ def test_a_diverged_run_counts(make_runs, results):
 OFFICIAL = {"report.leave_out_below": 0.8, "report.overwrite_last_point": True}
 
 
+def test_only_softmax_is_overwritten_and_only_at_the_last_point(make_runs, results):
+    for patch_size in (7, 28):
+        values = {"softmax": [0.9], 3: [0.91], 5: [0.92]}
+        make_runs(values, patch_size=patch_size, experiment="mnist_patches_official", config=OFFICIAL)
+    found = results("mnist_patches_official")
+    sources = [found.shown(cell, Measure.CHOSEN).taken_from for cell in found.cells]
+    assert sources == [None, None, None, Attention("sinkhorn", 3), None, None]
+
+
 def official(make_runs, experiment):
     options = {"experiment": experiment, "config": OFFICIAL, "selected_on": "test"}
     make_runs({"softmax": [0.9, 0.8, 0.92, 0.2, 0.91], 5: [0.93] * 5}, patch_size=7, **options)

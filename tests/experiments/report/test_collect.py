@@ -41,7 +41,7 @@ def test_runs_are_found_at_every_depth_and_counted_once(make_run, tmp_path):
     one, two = make_run(seed=0), make_run(seed=1)
     (one / "checkpoints").mkdir()
     (one / "checkpoints" / "run.json").write_text("{}", encoding="utf-8")
-    paths = [tmp_path, tmp_path / "runs", one, one / "result.json", two / "metrics.jsonl"]
+    paths = [tmp_path, tmp_path / "runs" / ".." / "runs", one, one / "result.json", two / "metrics.jsonl"]
     (two / "metrics.jsonl").touch()
     (tmp_path / "runs" / "again").symlink_to(tmp_path / "runs")
     runs, problems = collect(paths)
