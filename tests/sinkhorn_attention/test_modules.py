@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled"),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
 ]
 

@@ -10,7 +10,10 @@ from sinkhorn_attention import Normalizer, get_normalizer, list_normalizers, mar
 from sinkhorn_attention.reference import sinkhorn_reference
 from torch import Tensor
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled"),
+]
 
 OPTIONS = {"sinkhorn": {"n_iters": 3}, "sinkhorn_l2": {"n_iters": 3}, "unbalanced_sinkhorn": {"n_iters": 3}}
 ALL = ["l2", "sigmoid", "sinkhorn", "sinkhorn_l2", "softmax", "unbalanced_sinkhorn"]
@@ -299,6 +302,17 @@ def test_autocast_with_mixed_dtypes(name: str) -> None:
     torch.testing.assert_close(coupling.double(), want, rtol=1e-4, atol=1e-5)
 
 
+def test_distances_under_autocast() -> None:
+    """The keys' column reaches -1e3 here; in bfloat16 it would be off by 4, in the exponent."""
+    query, key, value = tokens(8, 8, d=16, dtype=torch.float32)
+    key = 8 * key
+    query = key + query
+    want = plain("l2", query.double(), key.double(), 0.5) @ value.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = build("l2").attend(query, key, value, scale=0.5)
+    torch.testing.assert_close(out.double(), want, rtol=1e-3, atol=1e-3)
+
+
 def test_a_finite_bias_stays_finite_in_half_precision() -> None:
     """-1e9 lies beyond float16; as -inf it would leave the row without support and give 0."""
     query, key, value = tokens(3, 3, dtype=torch.float16)
@@ -379,6 +393,16 @@ def test_sums_of_the_unbalanced_map(n: int, m: int) -> None:
     torch.testing.assert_close(balanced, sinkhorn_reference(scores, 7))
     first = get_normalizer("unbalanced_sinkhorn", n_iters=1).from_scores(scores)
     torch.testing.assert_close(first, scores.softmax(-1))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (6, 6), (7, 5)])
+@pytest.mark.parametrize("n_iters", [1, 2, 3, 4, 7])
+def test_unbalanced_at_every_count(n_iters: int, shape: tuple[int, int]) -> None:
+    query, key, _ = (tensor.requires_grad_() for tensor in tokens(*shape))
+    scores = query @ key.transpose(-1, -2)
+    for rho in (0.5, 10.0):
+        have = get_normalizer("unbalanced_sinkhorn", n_iters=n_iters, rho=rho).from_scores(scores)
+        same(have, unbalanced(scores, n_iters, rho), [query, key])
 
 
 @pytest.mark.parametrize("name", FROM_SCORES)

@@ -68,6 +68,9 @@ class Normalizer(nn.Module):
     A normalizer of given scores overrides `from_scores` alone; one that needs queries and keys overrides `coupling`.
     `attend` is overridden where the output can be had without the map. The class attribute `row_wise` says that a row
     of the map depends on its own query alone; only such attention may be causal.
+
+    Everything after the tensors is passed by keyword. It may be passed by position all the same, because TorchScript
+    compiles no method with keyword-only arguments.
     """
 
     __constants__: ClassVar[list[str]] = ["row_wise"]

@@ -20,9 +20,9 @@ class UnbalancedSinkhorn(Normalizer):
         f_i = -log n - logsumexp_j(C_ij + g_j)    and    g_j = rho / (rho + 1) * (-log m - logsumexp_i(C_ij + f_i)),
 
     the scaling form of unbalanced optimal transport with a Kullback-Leibler penalty of weight rho on the key marginal
-    (Chizat et al. 2018), and the map is n * exp(C + f + g). Damping makes the result depend on the mass, here 1 as in
-    the published code. That code multiplies by m instead of n, which is the same for square maps; with n rows sum to 1
-    whatever the shape.
+    (Chizat et al. 2018), and the map is n * exp(C + f + g). The total mass is 1, as in the published code; because of
+    the damping it matters after an even count (after an odd one the last row step takes a constant in g away). The
+    published code multiplies by m instead of n, the same for square maps; with n rows sum to 1 whatever the shape.
 
     Rows sum to 1 after an odd count. Columns sum to n / m only nearly, also in the limit, the nearer the greater rho
     is; rho = inf is `sinkhorn`. After an even count neither sum is exact.
