@@ -97,7 +97,7 @@ def main(config: DictConfig) -> None:
         execute(config, overrides)
     except RunError as error:
         # Hydra shows the first failure of a sweep when all runs are over; each is shown here where it happens.
-        say(f"error: {error}")
+        say(f"error in {train_command(overrides)}: {error}")
         raise
 
 

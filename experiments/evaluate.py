@@ -1,0 +1,152 @@
+"""A finished run again: `python -m experiments.evaluate RUN [--split test]`, or `load_run(RUN)` in Python."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .data.base import DataModule
+from .errors import RunError
+from .files import explain_full_disk
+from .runners import lightning
+from .runners.checkpoints import read_checkpoint
+from .runners.classifier import Classifier
+from .runners.run_dir import RunDir, read_config
+
+# Another machine, device or number of threads rounds differently; a thousandth is beyond rounding.
+TOLERANCE = 1e-3
+
+
+class Predictions(NamedTuple):
+    """Logits (n, C), their most likely classes (n,) and the true ones (n,), in the split's own order."""
+
+    logits: Tensor
+    predicted: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A finished run with its weights.
+
+    Attributes:
+        folder: where it lies.
+        config: its resolved configuration.
+        result: what result.json holds.
+        at: "best" (epoch chosen by the protocol) or "last".
+        module: the trained LightningModule.
+        data: its data, with the splits that it was trained with.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    result: dict[str, Any]
+    at: str
+    module: Classifier
+    data: DataModule
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself, from inputs to logits, in evaluation mode."""
+        return self.module.model.eval()
+
+    def metrics(self, split: str = "test") -> dict[str, float]:
+        """Loss and accuracy on a split, computed anew."""
+        return lightning.evaluate(self.config, self.module, self.data, split)
+
+    def recorded(self, split: str = "test") -> dict[str, float] | None:
+        """The same as result.json has them, None where the run did not evaluate that split."""
+        return self.result[self.at].get(split)
+
+    def predictions(self, split: str = "test") -> Predictions:
+        """What the model says of every sample of a split."""
+        trainer = lightning.evaluator(self.config)
+        batches = trainer.predict(self.module, self.data.eval_loader(split))
+        assert batches is not None
+        logits = torch.cat([batch[0].cpu() for batch in batches])
+        labels = torch.cat([batch[1].cpu() for batch in batches])
+        return Predictions(logits, logits.argmax(-1), labels)
+
+
+def load_run(path: str | Path, at: str = "best", data: str | Path | None = None) -> LoadedRun:
+    """Loads a finished run.
+
+    Args:
+        path: its folder, wherever it has been moved to.
+        at: "best" or "last".
+        data: the folder of all data, where it is not the one that the run was trained with.
+
+    Raises:
+        RunError: where there is no finished run, its data are gone, or they are not those that it was trained with.
+    """
+    folder = Path(path)
+    if at not in ("best", "last"):
+        raise RunError(f"at must be best or last; got {at}")
+    if not (folder / "config.yaml").is_file():
+        raise RunError(f"{folder} is not a run's folder: it has no config.yaml")
+    config = read_config(folder)
+    run = RunDir(folder, config, "")
+    if not run.finished:
+        raise RunError(f"the run in {folder} is not finished: give its training command again ({_command(folder)})")
+    result = run.result()
+    if data is not None:
+        config["data"]["folder"] = str(data)
+    lightning.quieten()
+    loaded, module = lightning.build(config)
+    if loaded.split_hash != result["data"]["split_hash"]:
+        raise RunError(
+            f"the data are not those that {folder} was trained with: their splits have the hash "
+            f"{loaded.split_hash[:12]}, the run's {result['data']['split_hash'][:12]}"
+        )
+    module.load_state_dict(read_checkpoint(folder / result[at]["checkpoint"])["state_dict"])
+    return LoadedRun(folder, config, result, at, module.eval(), loaded)
+
+
+def _command(folder: Path) -> str:
+    card = folder / "run.json"
+    return json.loads(card.read_text(encoding="utf-8"))["command"] if card.is_file() else "unknown"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit code is 1 where the numbers are not those of result.json."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.evaluate",
+        description="Evaluates a finished run again and compares with result.json.",
+    )
+    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("--split", default="test", choices=["train", "val", "test"])
+    parser.add_argument("--at", default="best", choices=["best", "last"], help="the chosen epoch, or the last")
+    parser.add_argument("--data", help="folder of all data, where it has moved")
+    parser.add_argument("--predictions", type=Path, help="also write logits and labels there, for torch.load")
+    options = parser.parse_args(arguments)
+    try:
+        run = load_run(options.run, options.at, options.data)
+        metrics, recorded = run.metrics(options.split), run.recorded(options.split)
+        if options.predictions is not None:
+            with explain_full_disk(f"{options.predictions} was not written"):
+                torch.save(run.predictions(options.split)._asdict(), options.predictions)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    words = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+    print(f"{options.split} at the {options.at} epoch ({run.result[options.at]['epoch']}): {words}")
+    if recorded is None:
+        print("result.json has no numbers of that split")
+        return 0
+    differing = [name for name, value in recorded.items() if not abs(value - metrics[name]) <= TOLERANCE]
+    exact = all(value == metrics[name] for name, value in recorded.items())
+    if differing:
+        print(f"result.json differs: {', '.join(f'{name} {recorded[name]:.6g}' for name in differing)}")
+        return 1
+    print("equal to result.json" if exact else "equal to result.json up to rounding")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""Chooses learning rates on validation: `python -m experiments.select_lr runs/mnist_patches_lr`.
+
+Reads the validation rows of finished runs and nothing else. For each patch size and attention the rate with the lowest
+validation loss is chosen: of each run the lowest of its epochs, then the mean over the seeds, the same for every rate.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from .errors import RunError
+from .runners.run_dir import read_config
+
+Cell = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run's best validation loss, and its best validation accuracy."""
+
+    patch_size: int
+    attention: str
+    rate: float
+    seed: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rate's means over the seeds."""
+
+    rate: float
+    loss: float
+    accuracy: float
+    seeds: tuple[int, ...]
+
+
+def read_trials(folder: Path) -> list[Trial]:
+    """The finished runs of a folder."""
+    trials = []
+    for result in sorted(folder.glob("*/result.json")):
+        config = read_config(result.parent)
+        lines = (result.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [row for row in map(json.loads, lines) if row["split"] == "val"]
+        trials.append(
+            Trial(
+                config["model"]["patch_size"],
+                config["attention"]["name"],
+                config["optimizer"]["lr"],
+                config["seed"],
+                min((row["loss"] for row in rows if not math.isnan(row["loss"])), default=math.inf),
+                max(row["accuracy"] for row in rows),
+            )
+        )
+    return trials
+
+
+def candidates(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
+    """All rates of each (patch size, attention), the chosen one first.
+
+    Raises:
+        RunError: where a rate was tried on other seeds than its rivals, so that their means cannot be compared.
+    """
+    cells: dict[Cell, dict[float, dict[int, Trial]]] = defaultdict(lambda: defaultdict(dict))
+    for trial in trials:
+        if cells[trial.patch_size, trial.attention][trial.rate].setdefault(trial.seed, trial) != trial:
+            raise RunError(
+                f"patch size {trial.patch_size}, {trial.attention}, rate {trial.rate:g}, seed {trial.seed} was run "
+                "with two configurations: remove one of the folders"
+            )
+    found = {}
+    for cell, rates in cells.items():
+        seeds = {tuple(sorted(by_seed)) for by_seed in rates.values()}
+        if len(seeds) > 1:
+            raise RunError(
+                f"patch size {cell[0]}, {cell[1]}: its rates were tried on different seeds; finish the sweep"
+            )
+        found[cell] = sorted((_means(rate, list(by_seed.values())) for rate, by_seed in rates.items()), key=_loss)
+    return dict(sorted(found.items()))
+
+
+def _means(rate: float, trials: Sequence[Trial]) -> Candidate:
+    mean_loss = sum(trial.loss for trial in trials) / len(trials)
+    mean_accuracy = sum(trial.accuracy for trial in trials) / len(trials)
+    return Candidate(rate, mean_loss, mean_accuracy, tuple(sorted(trial.seed for trial in trials)))
+
+
+def _loss(candidate: Candidate) -> float:
+    return candidate.loss
+
+
+def as_yaml(cells: dict[Cell, list[Candidate]]) -> str:
+    """The table `learning_rates` for an experiment's file, the numbers of the choice as comments."""
+    table: dict[str, dict[str, float]] = defaultdict(dict)
+    lines = []
+    for (patch_size, attention), tried in cells.items():
+        table[attention][f"patch{patch_size}"] = tried[0].rate
+        numbers = "; ".join(f"{c.rate:g}: {c.loss:.4f} ({100 * c.accuracy:.1f} %)" for c in sorted(tried, key=_rate))
+        lines.append(f"  # patch {patch_size}, {attention}, seeds {' '.join(map(str, tried[0].seeds))}: {numbers}")
+    chosen = yaml.safe_dump(dict(table), sort_keys=False)
+    head = "learning_rates:\n  # rate: mean of the lowest validation loss (of the highest validation accuracy)\n"
+    return head + "\n".join(lines) + "\n" + "".join(f"  {line}\n" for line in chosen.splitlines())
+
+
+def _rate(candidate: Candidate) -> float:
+    return candidate.rate
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.select_lr", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the runs of the choice, runs/mnist_patches_lr")
+    options = parser.parse_args(arguments)
+    try:
+        trials = read_trials(options.folder)
+        if not trials:
+            raise RunError(f"no finished run in {options.folder}")
+        print(as_yaml(candidates(trials)), end="")
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
