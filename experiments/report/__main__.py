@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,16 +47,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for experiment in experiments:
             ours = [run for run in runs if run.experiment == experiment]
-            # What belongs to no experiment that is reported (a path that is not there) is shown with each.
-            theirs = [problem for problem in problems if problem.experiment not in set(experiments) - {experiment}]
+            theirs = [problem for problem in problems if _belongs(problem, experiment, experiments)]
             results = analyse(experiment, ours, theirs)
             folder = _folder(results, options.out, len(experiments))
             page = write_report(results, published_for(experiment, published), folder)
             _show(console, results, page)
+        for line in _not_reported(problems, experiments):
+            console.print(Text(line))
     except (OSError, ValueError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _belongs(problem: Problem, experiment: str, experiments: Sequence[str]) -> bool:
+    """Whether a problem is listed with an experiment: its own, or, where nothing tells which, with each."""
+    name = problem.experiment or problem.folder.parent.name
+    return name == experiment or (not problem.experiment and name not in experiments)
+
+
+def _not_reported(problems: Sequence[Problem], experiments: Sequence[str]) -> list[str]:
+    """A line for each experiment that has runs, but none that counts."""
+    states: dict[str, Counter[str]] = {}
+    for problem in problems:
+        if problem.experiment and problem.experiment not in experiments:
+            states.setdefault(problem.experiment, Counter())[problem.state] += 1
+    counts = {name: ", ".join(f"{n} {state}" for state, n in sorted(found.items())) for name, found in states.items()}
+    return [f"{name}: no run to report ({count})" for name, count in sorted(counts.items())]
 
 
 def _folder(results: Results, out: Path | None, experiments: int) -> Path:

@@ -89,7 +89,7 @@ class Problem:
 
     Attributes:
         folder: where it lies.
-        experiment: the experiment's name as far as it is known, otherwise "".
+        experiment: the experiment's name where a run card tells it, otherwise "".
         state: one word, for example "interrupted" or "unreadable".
         reason: why, in words.
     """
@@ -166,7 +166,7 @@ def find_runs(path: Path) -> tuple[list[Path], list[Problem]]:
 
 def read_run(folder: Path) -> Run | Problem:
     """A finished run, or why the folder holds none."""
-    experiment = folder.resolve().parent.name
+    experiment = ""
     try:
         card = _mapping(_json(folder / CARD), CARD)
         experiment = _text(card, "experiment", CARD)

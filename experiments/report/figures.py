@@ -20,7 +20,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK = "#1b1e23"
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
-    "font.size": 12.0,
+    "font.size": 11.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": INK,
@@ -55,17 +55,18 @@ def draw(results: Results, measure: Measure) -> Figure:
             _panel(axes, cells, results, measure)
             rest = zip(results.axes[1:], panels[index], strict=True)
             axes.set_title(
-                _plain(", ".join(f"{axis_label(axis)} {place_label(axis, value)}" for axis, value in rest)), fontsize=12
+                _plain(", ".join(f"{axis_label(axis)} {place_label(axis, value)}" for axis, value in rest)), fontsize=11
             )
         for axes in grid[:, 0]:
-            axes.set_ylabel(f"test accuracy\n{results.words(measure)}")
+            axes.set_ylabel("test accuracy")
+        figure.suptitle(results.words(measure), fontsize=11)
         handles, labels = grid[0, 0].get_legend_handles_labels()
         for axes in grid.flat:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 if label not in labels:
                     handles.append(handle)
                     labels.append(label)
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3), frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, borderaxespad=0.0)
         # Laid out once: saving at another resolution would lay it out again and push legend and panels apart.
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
@@ -141,7 +142,8 @@ def _line(
         axes.scatter([place] * len(numbers), numbers, s=14, marker=marker, color=colour, alpha=0.55, linewidth=0)
     axes.plot(at, means, color=colour, marker=marker, markersize=7, linewidth=1.8, label=_plain(attention.label))
     lost = [place for place, numbers, kept in zip(x, values, finite, strict=True) if len(kept) < len(numbers)]
-    axes.plot(lost, [0.02] * len(lost), "x", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
+    if lost:  # a line without points would still be given room by the layout
+        axes.plot(lost, [0.02] * len(lost), "x", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
 def _plain(text: str) -> str:

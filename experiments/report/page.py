@@ -109,15 +109,15 @@ def verdict_lines(results: Results) -> list[str]:
 def protocol_lines(results: Results) -> list[str]:
     """How the numbers came about, and by which rule a winner is named."""
     family = max((contest.verdict.family for contest in results.contests), default=0)
+    left_out = "what the published protocol leaves of them" if results.protocol else "all of them: none is left out"
     rules = {(run.selected_on, run.selected_by) for run in results.runs}
     selection = ", ".join(sorted(f"by the {metric} of {split}" for split, metric in rules))
     return [
         f"Accuracies are on the test set, {results.words(Measure.CHOSEN)} ({selection}), "
         "and, apart from it, at the last epoch.",
         "A cell's runs differ in their seed alone. Best, median, mean, worst and standard deviation (n − 1) are over "
-        "all of them: none is left out. A run that diverged counts in n and ranks below every other.",
-        f"Low runs diverged or ended more than {100 * FAR_BELOW:.0f} points under their cell's median. They stay in "
-        "all numbers.",
+        f"{left_out}. A run that diverged counts in n and ranks below every other.",
+        f"Low runs diverged or ended more than {100 * FAR_BELOW:.0f} points under the median of their cell's runs.",
         "Differences are paired by seed, on equal data splits only, with a 95 % t interval of the mean difference; a "
         f"BCa bootstrap interval stands beside it from {PAIRS_FOR_A_BOOTSTRAP} pairs on.",
         f"A winner is named only with {PAIRS_FOR_A_WINNER} pairs or more, a t interval without zero, and a p value "

@@ -109,7 +109,7 @@ def test_a_folder_that_was_only_begun(make_run):
     (folder / "result.json").unlink()
     runs, problems = collect([folder.parent])
     assert runs == []
-    assert [(found.folder, found.experiment) for found in problems] == [(folder, "mnist_patches")]
+    assert [(found.folder, found.experiment) for found in problems] == [(folder, "")]
     assert "run.json" in problems[0].reason
 
 

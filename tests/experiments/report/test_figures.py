@@ -43,7 +43,7 @@ def test_lines_bands_and_dots_are_the_runs(make_runs, figure):
     assert bands(axes) == [pytest.approx((0.5, 0.9)), pytest.approx((0.6, 0.9))]
     assert dots(axes) == [0.5, 0.6, 0.6, 0.7, 0.7, 0.8, 0.8, 0.9, 0.9, 0.9]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["7", "14"]
-    assert "at the epoch chosen on validation" in axes.get_ylabel()
+    assert axes.figure.get_suptitle() == "at the epoch chosen on validation"
 
 
 def test_a_diverged_run_is_a_cross_and_no_zero(make_runs, figure):

@@ -187,17 +187,26 @@ def test_a_single_run(make_run, tmp_path, capsys):
     assert (row["n"], row["mean"], row["std"]) == ("1", "0.5", "")
 
 
-def test_an_experiment_each_in_a_folder_of_its_own(make_run, tmp_path):
+def test_an_experiment_each_in_a_folder_of_its_own(make_run, tmp_path, capsys):
     for experiment in ("mnist_patches", "mnist_patches_official"):
         make_run(experiment=experiment)
     broken = make_run(experiment="mnist_patches_official", seed=1, state="failed")
+    begun = make_run(experiment="mnist_patches_official", seed=2)
+    (begun / "run.json").unlink()
+    nameless = make_run(root=tmp_path / "runs" / "odd")
+    (nameless / "run.json").write_text("{", encoding="utf-8")
+    untested = [
+        make_run(experiment="mnist_patches_lr", seed=seed, config={"protocol.test": False}) for seed in range(2)
+    ]
     out = tmp_path / "out"
     assert main([str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == {"mnist_patches", "mnist_patches_official"}
     pages = {name: Page((out / name / "index.html").read_text(encoding="utf-8")) for name in os.listdir(out)}
     assert [len(page.runs) for page in pages.values()] == [1, 1]
-    assert str(broken) in pages["mnist_patches_official"].cells
-    assert str(broken) not in pages["mnist_patches"].cells
+    for name, page in pages.items():
+        listed = {folder for folder in (broken, begun, nameless, *untested) if str(folder) in page.cells}
+        assert listed == ({nameless} if name == "mnist_patches" else {broken, begun, nameless})
+    assert "mnist_patches_lr: no run to report (2 untested)" in capsys.readouterr().out
 
 
 def test_official_numbers_are_labelled(make_runs, tmp_path):
@@ -209,6 +218,7 @@ def test_official_numbers_are_labelled(make_runs, tmp_path):
     text = (tmp_path / "runs" / "mnist_patches_official" / "report" / "index.html").read_text(encoding="utf-8")
     assert "Protocol of the published code" in text
     assert "Runs at or below 80 % are left out" in text
+    assert "none is left out" not in text
     page = Page(text)
     assert "1 (+1 left out)" in page.cells
     assert "softmax (overwritten by Sinkhorn, 5 half-steps)" in page.cells
