@@ -123,7 +123,7 @@ def _panel(axes: Axes, cells: Sequence[Cell], results: Results, measure: Measure
     else:
         axes.set_xticks(range(len(attentions)), [_plain(attention.label) for attention in attentions])
         axes.set_xlim(-0.6, len(attentions) - 0.4)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.grid(axis="y", color="#8a8f98", alpha=0.3, linewidth=0.6)
 
