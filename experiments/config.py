@@ -26,6 +26,7 @@ class TrainerConfig:
     max_epochs: int = MISSING
     precision: str = "32"
     accelerator: str = "auto"
+    threads: int | None = None
     devices: int = 1
     num_nodes: int = 1
     strategy: str = "auto"
@@ -163,8 +164,9 @@ def _check(config: dict[str, Any]) -> None:
     for key, least in (("max_epochs", 1), ("devices", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
         _at_least(f"trainer.{key}", trainer[key], least)
     _at_least("seed", config["seed"], 0)
-    if trainer["checkpoint_every_n_steps"] is not None:
-        _at_least("trainer.checkpoint_every_n_steps", trainer["checkpoint_every_n_steps"], 1)
+    for key in ("threads", "checkpoint_every_n_steps"):
+        if trainer[key] is not None:
+            _at_least(f"trainer.{key}", trainer[key], 1)
     if trainer["gradient_clip_norm"] is not None and not trainer["gradient_clip_norm"] > 0:
         raise RunError(f"trainer.gradient_clip_norm must be positive, or null; got {trainer['gradient_clip_norm']}")
     if protocol["select_on"] == "test" and not protocol["test"]:

@@ -91,6 +91,8 @@ def build(config: Config) -> tuple[DataModule, Classifier]:
     Raises:
         RunError: for anything in these sections that does not work.
     """
+    if config["trainer"]["threads"] is not None:
+        torch.set_num_threads(config["trainer"]["threads"])
     with explained("data", config["data"]):
         data = instantiate(config["data"], _convert_="all")
     if not isinstance(data, DataModule):

@@ -61,6 +61,7 @@ NOT_IDENTITY = (
     "trainer.num_nodes",
     "trainer.progress_bar",
     "trainer.strategy",
+    "trainer.threads",
 )
 PACKAGES = ("torch", "timm", "lightning", "torchmetrics", "hydra-core", "numpy", "sinkhorn-attention")
 

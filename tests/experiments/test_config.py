@@ -1,0 +1,151 @@
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from sinkhorn_attention import Normalizer, list_normalizers, register_normalizer
+
+from experiments.config import CONFIGS, Config, compose, resolve
+from experiments.errors import RunError
+
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("mnist_*.yaml"))
+TRIED_ON_VALIDATION = {"mnist_patches_lr": ["optimizer.lr=1e-3"]}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_takes_an_epoch(runs, experiment):
+    more = [f"experiment={experiment}", "trainer.max_epochs=1", *TRIED_ON_VALIDATION.get(experiment, [])]
+    outcome = runs.start(*more, "attention=sinkhorn", "model.patch_size=28")
+    assert outcome.folder.parent.name == experiment == outcome.result["experiment"]
+    assert outcome.result["last"]["epoch"] == 1
+
+
+def test_the_published_protocol_and_the_sound_one():
+    sound = resolve(compose(["experiment=mnist_patches"]))
+    published = resolve(compose(["experiment=mnist_patches_official", "attention=sinkhorn"]))
+    assert sound["protocol"]["select_on"] == "val"
+    assert sound["data"]["train_on"] == ["train"]
+    assert sound["report"] == {"leave_out_below": None, "overwrite_last_point": False}
+    assert published["protocol"]["select_on"] == "test"
+    assert published["data"]["train_on"] == ["train", "val"]
+    assert published["report"] == {"leave_out_below": 0.8, "overwrite_last_point": True}
+    assert published["optimizer"]["lr"] == 2e-3
+    assert resolve(compose(["experiment=mnist_patches_official"]))["optimizer"]["lr"] == 1e-3
+    for config in (sound, published):
+        assert config["trainer"]["max_epochs"] == 45
+        assert config["data"]["batch_size"] == 100
+        assert (config["data"]["mean"], config["data"]["std"]) == (0.1307, 0.3081)
+        assert config["optimizer"]["_target_"] == "torch.optim.Adam"
+
+
+def test_rate_falls_at_the_published_epochs(runs, rows):
+    """To a tenth at epochs 35 and 41, counted from 1."""
+    outcome = runs.start("trainer.max_epochs=42", "data.val_size=20", "data.test_size=4960", "optimizer.lr=1e-3")
+    rates = {row["epoch"]: row["lr"] for row in rows(outcome.folder) if row["split"] == "train"}
+    assert rates[1] == rates[34] == 1e-3
+    assert rates[35] == rates[40] == pytest.approx(1e-4)
+    assert rates[41] == rates[42] == pytest.approx(1e-5)
+
+
+def test_rates_are_looked_up_by_attention_and_patch_size(tmp_path):
+    table = "+learning_rates.sinkhorn={patch7: 0.5, patch14: 0.25}"
+    rates = {
+        (attention, patch): resolve(
+            compose(["experiment=mnist_patches", f"attention={attention}", f"model.patch_size={patch}", table])
+        )["optimizer"]["lr"]
+        for attention in ("softmax", "sinkhorn")
+        for patch in (7, 4)
+    }
+    assert rates["sinkhorn", 7] == 0.5
+    assert rates["sinkhorn", 4] == 1e-3
+    assert resolve(compose(["experiment=mnist_patches", "optimizer.lr=0.125", table]))["optimizer"]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("name", list_normalizers())
+def test_every_normalizer_is_selectable(name):
+    choice = [f"attention={name}"] if (CONFIGS / "attention" / f"{name}.yaml").exists() else None
+    choice = choice or ["attention=custom", f"attention.name={name}"]
+    assert resolve(compose(["experiment=mnist_patches", *choice]))["attention"]["name"] == name
+
+
+def test_a_new_normalizer_needs_no_file(runs):
+    @register_normalizer("test_of_selection")
+    class Uniform(Normalizer):
+        """Every key with the same weight, times a factor."""
+
+        def __init__(self, factor=1.0, head_dim=None, num_heads=None):
+            super().__init__(head_dim, num_heads)
+            self.factor = factor
+
+        def attend(self, query, key, value, **_):
+            return self.factor * value.mean(-2, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
+
+    chosen = ["attention=custom", "attention.name=test_of_selection", "trainer.max_epochs=1"]
+    plain, scaled = runs.start(*chosen), runs.start(*chosen, "+attention.factor=3.0")
+    assert plain.folder != scaled.folder
+    assert plain.result["last"]["val"] != scaled.result["last"]["val"]
+    with pytest.raises(RunError, match="wrong_option"):
+        runs.start(*chosen, "+attention.wrong_option=3.0")
+
+
+def test_every_key_says_what_it_is():
+    """Each key of each file of the groups has a comment beside it, or one above the file's first key."""
+    for file in sorted(CONFIGS.glob("*/*.yaml")):
+        if file.parent.name in ("experiment", "local"):
+            continue
+        for line in file.read_text().splitlines():
+            plain = line.strip()
+            if not plain or plain.startswith("#") or plain.startswith(("_target_:", "name:", "defaults:", "- ")):
+                continue
+            assert "#" in plain, f"{file}: {plain}"
+
+
+def test_files_and_shape_agree():
+    """The sections with types of their own have all their keys in their files, with the types' defaults."""
+    shape = OmegaConf.structured(Config)
+    for section, name in (("trainer", "default"), ("logger", "none"), ("wandb", "offline"), ("paths", "default")):
+        stored = yaml.safe_load(Path(CONFIGS / section / f"{name}.yaml").read_text())
+        assert set(stored) == set(shape[section])
+        for key, value in stored.items():
+            assert OmegaConf.is_missing(shape[section], key) or shape[section][key] == value, (section, key)
+
+
+@pytest.mark.parametrize(
+    ("logger", "on"), [("none", ""), ("csv", "csv"), ("wandb", "wandb"), ("all", "csv wandb tensorboard")]
+)
+def test_loggers_by_name(logger, on):
+    chosen = resolve(compose(["experiment=mnist_patches", f"logger={logger}"]))["logger"]
+    assert chosen == {name: name in on.split() for name in ("csv", "wandb", "tensorboard")}
+
+
+def test_wandb_is_offline_by_default():
+    assert resolve(compose(["experiment=mnist_patches"]))["wandb"]["mode"] == "offline"
+
+
+def test_clocks_and_random_values_are_refused():
+    OmegaConf.register_new_resolver("test_counter", itertools.count().__next__)
+    with pytest.raises(RunError, match="label reads differently each time"):
+        resolve(compose(["experiment=mnist_patches", "label=run-${test_counter:}"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed=-1", "seed must be at least 0; got -1"),
+        ("trainer.max_epochs=0", "trainer.max_epochs must be at least 1; got 0"),
+        ("trainer.max_epochs=two", "trainer.max_epochs"),
+        ("trainer.precision=foo", "trainer.precision must be one of 32, 64, bf16, fp16; got foo"),
+        ("+trainer.foo=1", "there is no trainer.foo"),
+        ("+foo=1", "there is no foo"),
+        ("trainer.foo=1", "trainer.foo"),
+        ("attention=foo", "sinkhorn"),
+        ("attention=custom", "attention.name"),
+        ("protocol.select_on=train", "protocol.select_on must be one of val, test; got train"),
+        ("trainer.gradient_clip_norm=0", "gradient_clip_norm must be positive"),
+        ("label=${nothing.here}", "nothing.here"),
+    ],
+)
+def test_bad_values_are_named(override, words):
+    with pytest.raises(RunError, match=words.replace(".", r"\.")):
+        resolve(compose(["experiment=mnist_patches", override]))

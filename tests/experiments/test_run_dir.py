@@ -1,0 +1,225 @@
+import copy
+import errno
+import json
+import multiprocessing
+import os
+import shlex
+import signal
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from experiments import files
+from experiments.config import compose, resolve
+from experiments.errors import RunError
+from experiments.runners import checkpoints, classifier, run_dir
+
+
+@pytest.fixture
+def config(runs):
+    return resolve(compose(runs.overrides("attention=sinkhorn")))
+
+
+def test_hash_leaves_out_what_cannot_change_the_numbers(config):
+    other = copy.deepcopy(config)
+    other["paths"] = {"data": "/elsewhere", "runs": "/there"}
+    other["data"] |= {"folder": "/elsewhere", "num_workers": 7}
+    other["logger"]["wandb"] = True
+    other["wandb"]["project"] = "mine"
+    other["label"] = "my words"
+    other["learning_rates"] = {"otherwise": 7}
+    other["report"]["leave_out_below"] = 0.5
+    other["trainer"] |= {"devices": 2, "accelerator": "gpu", "strategy": "ddp", "progress_bar": False, "threads": 3}
+    assert run_dir.run_hash(other) == run_dir.run_hash(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("trainer", "max_epochs", 4),
+        ("trainer", "precision", "bf16"),
+        ("attention", "n_iters", 7),
+        ("optimizer", "lr", 2e-3),
+        ("model", "patch_size", 7),
+        ("data", "split_seed", 1),
+        ("data", "batch_size", 50),
+        ("protocol", "select_on", "test"),
+    ],
+)
+def test_hash_covers_what_changes_the_numbers(config, section, key, value):
+    other = copy.deepcopy(config)
+    assert other[section][key] != value
+    other[section][key] = value
+    assert run_dir.run_hash(other) != run_dir.run_hash(config)
+    assert run_dir.run_hash(config | {"seed": 1}) != run_dir.run_hash(config)
+
+
+def test_hash_ignores_order_and_spelling(config):
+    backwards = {key: config[key] for key in reversed(config)}
+    backwards["optimizer"] = dict(reversed(config["optimizer"].items()))
+    backwards["optimizer"]["weight_decay"] = 0
+    assert run_dir.run_hash(backwards) == run_dir.run_hash(config)
+    assert len(run_dir.run_hash(config)) == 64
+
+
+def test_folder_name_is_plain_and_found_again_under_another_label(config):
+    run = run_dir.RunDir.of(config | {"label": "a=b, c #(1)/../ü"})
+    assert run.path.parent.name == "mnist_patches"
+    assert run.path.name == f"a-b-c-1-{run.hash[:8]}"
+    run.path.mkdir(parents=True)
+    assert run_dir.RunDir.of(config | {"label": "other"}).path == run.path
+
+
+def test_folder_of_another_configuration_is_not_touched(config):
+    run = run_dir.RunDir.of(config)
+    run.path.mkdir(parents=True)
+    (run.path / "run.json").write_text(json.dumps({"hash": "0" * 64}))
+    with pytest.raises(RunError, match="belongs to another configuration"), run.attempt("", {}, [], 1):
+        pass
+    assert json.loads((run.path / "run.json").read_text()) == {"hash": "0" * 64}
+
+
+def test_run_card(finished):
+    card = json.loads((finished() / "run.json").read_text())
+    (attempt,) = card["attempts"]
+    assert card["state"] == attempt["state"] == "finished"
+    assert card["experiment"] == "mnist_patches"
+    assert card["command"].startswith("python -m experiments.train experiment=mnist_patches model.patch_size=14")
+    assert card["identity"]["trainer"] == {
+        "max_epochs": 3,
+        "precision": "32",
+        "accumulate_grad_batches": 1,
+        "gradient_clip_norm": None,
+        "deterministic": True,
+    }
+    assert card["seeds"] == {"run": 0, "split": 0}
+    assert card["data"]["sizes"] == {"train": 400, "val": 200, "test": 4400}
+    assert card["versions"]["torch"]
+    assert len(card["git"]["commit"]) == 40
+    assert attempt["started"] <= attempt["ended"]
+    assert attempt["pid"] == os.getpid()
+    assert attempt["devices"] == ["cpu"]
+
+
+def test_result_comes_last_and_times_stay_out_of_metrics(finished, rows):
+    folder = finished()
+    result = json.loads((folder / "result.json").read_text())
+    assert [(row["epoch"], row["step"], row["split"]) for row in rows(folder)][:6] == [
+        (1, 4, "train"),
+        (1, 4, "val"),
+        (2, 8, "train"),
+        (2, 8, "val"),
+        (3, 12, "train"),
+        (3, 12, "val"),
+    ]
+    assert {key for row in rows(folder) for key in row} == {"epoch", "step", "split", "loss", "accuracy", "lr"}
+    val = [row["accuracy"] for row in rows(folder) if row["split"] == "val"]
+    assert result["best"]["epoch"] == val.index(max(val)) + 1
+    tests = {row["epoch"]: row for row in rows(folder) if row["split"] == "test"}
+    assert set(tests) == {result["best"]["epoch"], 3}
+    assert result["last"]["test"]["accuracy"] == tests[3]["accuracy"]
+    assert result["best"]["test"]["loss"] == tests[result["best"]["epoch"]]["loss"]
+    timing = [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in timing] == [1, 2, 3]
+    assert all(row["seconds"] > 0 and row["samples_per_second"] > 0 for row in timing)
+    kept = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert kept == {result[place]["checkpoint"].removeprefix("checkpoints/") for place in ("best", "last")}
+
+
+def _hold(folder, ready, leave):
+    from filelock import FileLock
+
+    with FileLock(folder / ".lock"):
+        ready.set()
+        leave.wait(60)
+
+
+def test_two_processes_never_train_the_same_run(runs, run_dir):
+    run = run_dir()
+    run.path.mkdir(parents=True)
+    (run.path / "run.json").write_text(
+        json.dumps({"hash": run.hash, "attempts": [{"pid": 4711, "host": "elsewhere", "started": "then"}]})
+    )
+    context = multiprocessing.get_context("fork")
+    ready, leave = context.Event(), context.Event()
+    holder = context.Process(target=_hold, args=(run.path, ready, leave))
+    holder.start()
+    assert ready.wait(60)
+    with pytest.raises(
+        RunError, match=r"another process is at this run already \(process 4711 on elsewhere, since then"
+    ):
+        runs.start()
+    assert not (run.path / "metrics.jsonl").exists()
+    # A lock falls with its process: nothing has to be removed by hand.
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    assert (run.path / ".lock").exists()
+    assert not runs.start().was_finished
+
+
+def test_full_disk_while_a_checkpoint_is_written(runs, monkeypatch, finished):
+    def full(path, content):
+        if path.name == "step00000008.ckpt":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        files.write_atomic(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_atomic", full)
+        with pytest.raises(RunError, match=r"the disk is full.*step00000008.*Free some space"):
+            runs.start()
+    (folder,) = runs.folders()
+    card = json.loads((folder / "run.json").read_text())
+    assert card["state"] == "failed"
+    assert "disk is full" in card["attempts"][0]["message"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step00000004.ckpt"]
+    runs.start()
+    assert (folder / "result.json").read_bytes() == (finished() / "result.json").read_bytes()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, number):
+    path = tmp_path / "file"
+    files.write_atomic(path, "old")
+
+    def full(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(RunError, match="quota"), files.explain_full_disk("x"):
+        files.write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_other_system_errors_keep_their_name():
+    with pytest.raises(PermissionError), files.explain_full_disk("x"):
+        raise PermissionError(errno.EACCES, "no")
+
+
+def test_a_crash_is_recorded(runs, monkeypatch):
+    def broken(self, batch, batch_idx):
+        raise ArithmeticError("lost a sign")
+
+    monkeypatch.setattr(classifier.Classifier, "training_step", broken)
+    with pytest.raises(ArithmeticError):
+        runs.start()
+    (folder,) = runs.folders()
+    card = json.loads((folder / "run.json").read_text())
+    assert (card["state"], card["attempts"][0]["message"]) == ("failed", "lost a sign")
+
+
+AWKWARD = ["epoch=9-step=10.ckpt", "/d/my dir (1)/x", "a,b", "#5", "it's", 'say "so"', "back\\slash\\", "\\'", "ü", ""]
+
+
+@pytest.mark.parametrize("value", AWKWARD)
+def test_commands_carry_awkward_values(runs, value):
+    """What Hydra's grammar and the shell would both take apart comes out as it went in."""
+    (word,) = shlex.split(run_dir.train_command([run_dir.override("label", value)]))[3:]
+    assert OverridesParser.create().parse_override(word).value() == value
+    assert resolve(compose(runs.overrides(word)))["label"] == value
+
+
+def test_checkpoint_names_need_no_quoting():
+    name = checkpoints.checkpoint_name(123)
+    assert run_dir.override("label", name) == f"label={name}"
+    assert shlex.quote(name) == name

@@ -1,0 +1,168 @@
+"""The command itself: one run, sweeps, and what it says when something is wrong."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import train
+from experiments.config import compose, resolve
+from experiments.errors import RunError
+from experiments.runners import lightning
+from experiments.runners.run_dir import run_hash
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def command(runs, capfd):
+    """Calls `python -m experiments.train` in this process; exit code and what it printed."""
+
+    def call(*more, small=True, options=()):
+        before = sys.argv
+        sys.argv = ["experiments/train.py", *options, *(runs.overrides(*more) if small else more)]
+        try:
+            train.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        finally:
+            sys.argv = before
+        printed = capfd.readouterr()
+        return code, printed.out + printed.err
+
+    return call
+
+
+def test_a_run_and_its_repetition(command, runs):
+    code, words = command()
+    assert code == 0
+    (folder,) = runs.folders()
+    assert f"finished: {folder}: test accuracy" in words
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    code, words = command()
+    assert code == 0
+    assert words.strip() == f"finished already, nothing to do: {folder}"
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+BAD = [
+    (["attention=sinkhorn", "attention.n_iters=0"], "n_iters must be an integer >= 1"),
+    (["attention=sinkhorn", "+attention.foo=1"], "normalizer 'sinkhorn' has no option foo"),
+    (["attention=custom", "attention.name=bar"], "unknown normalizer 'bar'"),
+    (["model.patch_size=5"], "patch_size must divide img_size 28"),
+    (["model.name=foo"], "model.name=foo is not registered"),
+    (["+model.foo=1"], "foo"),
+    (["paths.data=/nowhere/at/all"], "the data folder paths.data=/nowhere/at/all is not there"),
+    (["trainer.precision=foo"], "trainer.precision must be one of"),
+    (["trainer.precision=fp16"], "fp16 needs a GPU"),
+    (["trainer.accelerator=quantum"], "trainer: "),
+    (["optimizer.lr=-1"], "optimizer: Invalid learning rate"),
+    (["optimizer._target_=torch.optim.Foo"], "torch.optim.Foo"),
+    (["+scheduler.foo=1"], "scheduler: "),
+    (["data.batch_size=0"], "batch_size must be an integer of at least 1; got 0"),
+    (["data.val_size=4000"], "nothing is left to train on"),
+    (["data.train_on=[dev]"], "train_on must list splits"),
+    (["data._target_=builtins.dict"], "must name a DataModule"),
+    (["+data.foo=1"], "foo"),
+    (["+trainer.foo=1"], "there is no trainer.foo"),
+    (["experiment=foo"], "Could not find 'experiment/foo'"),
+    (["attention.foo=1"], "Could not override 'attention.foo'"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), BAD, ids=lambda case: str(case)[:40])
+def test_one_clear_message_and_no_folder(command, runs, more, words):
+    code, printed = command(*more)
+    assert code == 1
+    assert words in printed
+    assert "Traceback" not in printed
+    assert printed.count("error: ") == (0 if "HYDRA_FULL_ERROR" in printed else 1)
+    assert not runs.folder.exists()
+
+
+def test_missing_mnist_files(command, runs, tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    small = ["experiment=mnist_patches", "data=mnist", f"paths.data={folder}", f"paths.runs={runs.folder}"]
+    code, printed = command(*small, small=False)
+    assert code == 1
+    assert f"not found in {folder}/MNIST/raw: run `python -m experiments.data.prepare mnist`" in printed
+    assert not runs.folder.exists()
+
+
+def test_no_experiment(command):
+    code, printed = command(small=False)
+    assert code == 1
+    assert "You must specify 'experiment'" in printed
+    assert "mnist_patches" in printed
+
+
+def test_a_model_that_does_not_fit_its_data(runs):
+    with pytest.raises(RunError, match="model: "):
+        runs.start("model.in_chans=3")
+    assert not runs.folder.exists()
+
+
+def test_a_sweep_its_repetition_and_hydras_folders(command, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = ["attention=sinkhorn", "attention.n_iters=1,3", "seed=0,1", "trainer.max_epochs=1"]
+    code, words = command(*sweep, options=["-m"])
+    assert code == 0
+    assert len(runs.folders()) == 4
+    assert words.count("finished: ") == 4
+    code, words = command(*sweep, options=["-m"])
+    assert code == 0
+    assert words.count("finished already, nothing to do") == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+    commands = {json.loads((folder / "run.json").read_text())["command"] for folder in runs.folders()}
+    assert len(commands) == 4
+    assert not any("-m attention" in line or "1,3" in line for line in commands)
+
+
+def test_one_bad_run_does_not_lose_the_others(command, runs):
+    code, words = command("attention=sinkhorn", "attention.n_iters=1,0,3", "trainer.max_epochs=1", options=["-m"])
+    assert code == 1
+    assert "Traceback" not in words
+    assert re.search(r"error in python -m .*attention\.n_iters=0.*: model: n_iters must be an integer >= 1", words)
+    assert len(runs.folders()) == 2
+    assert all((folder / "result.json").exists() for folder in runs.folders())
+
+
+def test_a_crashed_run_does_not_lose_the_others(command, runs, monkeypatch):
+    original = lightning.train
+
+    def crash(plan, run):
+        if plan.config["seed"] == 0:
+            raise ArithmeticError("lost a sign")
+        return original(plan, run)
+
+    monkeypatch.setattr(lightning, "train", crash)
+    code, words = command("seed=0,1", "trainer.max_epochs=1", options=["-m"])
+    assert code == 1
+    assert "lost a sign" in words
+    assert sorted((folder / "result.json").exists() for folder in runs.folders()) == [False, True]
+
+
+@pytest.mark.slow
+def test_joblib_runs_give_the_same_numbers(runs, other_runs):
+    sweep = ["seed=0,1", "trainer.max_epochs=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for place, launcher in ((runs, []), (other_runs, ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])):
+        arguments = [sys.executable, "-m", "experiments.train", "-m", *place.overrides(*sweep, *launcher)]
+        subprocess.run(arguments, check=True, cwd=ROOT, env=environment, capture_output=True)
+    for ours, theirs in zip(runs.folders(), other_runs.folders(), strict=True):
+        assert ours.name == theirs.name
+        assert (ours / "metrics.jsonl").read_bytes() == (theirs / "metrics.jsonl").read_bytes()
+
+
+def test_the_stored_command_is_the_run(runs):
+    outcome = runs.start("label='a=b, c'", "trainer.max_epochs=1")
+    words = shlex.split(json.loads((outcome.folder / "run.json").read_text())["command"])
+    assert words[:3] == ["python", "-m", "experiments.train"]
+    assert run_hash(resolve(compose(words[3:]))) == outcome.result["hash"]
