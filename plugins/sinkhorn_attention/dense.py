@@ -66,9 +66,9 @@ class _Problem:
         self.scale = scale
         self.query_mask = None if query_mask is None else query_mask.expand(*lead, n).reshape(-1, n)
         self.key_mask = None if key_mask is None else key_mask.expand(*lead, m).reshape(-1, m)
-        self.query = None if query is None else query.reshape(-1, n, query.shape[-1])
-        self.key = None if key is None else key.reshape(-1, m, key.shape[-1])
-        self.given_scores = None if given_scores is None else given_scores.reshape(-1, n, m)
+        self.query = None if query is None else query.reshape(self.heads, n, query.shape[-1])
+        self.key = None if key is None else key.reshape(self.heads, m, key.shape[-1])
+        self.given_scores = None if given_scores is None else given_scores.reshape(self.heads, n, m)
         self.attn_bias = self.bias_head = None
         if attn_bias is not None:
             # The bias stays as small as it came: bias_head[h] says which of its matrices belongs to head h.
@@ -234,7 +234,8 @@ def dense_attention(
     n, m, device, dtype = problem.n, problem.m, query.device, problem.dtype
     values = value.reshape(-1, m, value.shape[-1])
     keep = None if dropout_keep is None else dropout_keep.reshape(-1, n, m)
-    output = values.new_empty(problem.heads, n, values.shape[-1], dtype=dtype)
+    result = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=dtype)
+    output = result.view(problem.heads, n, -1)  # what is returned is no view: a caller may write into it
     u, v, in_log_domain = empty_scalings(query, problem.heads, n, m, n_iters)
 
     def apply_in_log_domain(heads: Tensor | slice, log_dtype: torch.dtype) -> None:
@@ -259,12 +260,12 @@ def dense_attention(
             in_log_domain[untrusted] = True
             for group in log_domain_groups(untrusted, n, m):
                 apply_in_log_domain(group, torch.float64)
-    return output.view(*query.shape[:-1], values.shape[-1]), u, v, in_log_domain
+    return result, u, v, in_log_domain
 
 
 @dense_attention.register_fake
 def _(query, key, value, n_iters, scale, detached, attn_bias, query_mask, key_mask, dropout_keep, dropout_p):  # type: ignore[no-untyped-def]
-    n, m, heads = query.shape[-2], key.shape[-2], query.shape[:-2].numel()
+    n, m, heads = query.shape[-2], key.shape[-2], math.prod(query.shape[:-2])
     output = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=compute_dtype(query))
     return output, *empty_scalings(query, heads, n, m, n_iters)
 
@@ -330,7 +331,10 @@ def dense_attention_backward(
     d_output, output = output_gradient.reshape(-1, n, width), output.reshape(-1, n, width)
     assert problem.query is not None
     assert problem.key is not None
-    d_query, d_key, d_value = (torch.empty_like(tensor) for tensor in (problem.query, problem.key, values))
+    d_query, d_key, d_value = (  # contiguous, as the fake kernel promises, whatever the inputs' strides are
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor in (problem.query, problem.key, values)
+    )
     d_bias = None
     if bias_gradient and problem.attn_bias is not None:
         d_bias = torch.zeros(problem.attn_bias.shape, dtype=dtype, device=device)
@@ -451,7 +455,8 @@ def dense_coupling(
     problem = coupling_problem(scores, query_mask, key_mask)
     n, m, dtype = problem.n, problem.m, problem.dtype
     u, v, in_log_domain = empty_scalings(scores, problem.heads, n, m, n_iters)
-    coupling = scores.new_empty(problem.heads, n, m, dtype=dtype)
+    result = scores.new_empty(scores.shape, dtype=dtype)
+    coupling = result.view(problem.heads, n, m)
 
     def fill_in_log_domain(heads: Tensor | slice, log_dtype: torch.dtype) -> None:
         coupling[heads] = log_domain_coupling(problem.scores(heads, log_dtype, 1.0), n_iters)[2].to(dtype)
@@ -468,12 +473,12 @@ def dense_coupling(
             in_log_domain[untrusted] = True
             for group in log_domain_groups(untrusted, n, m):
                 fill_in_log_domain(group, torch.float64)
-    return coupling.view(scores.shape), u, v, in_log_domain
+    return result, u, v, in_log_domain
 
 
 @dense_coupling.register_fake
 def _(scores, n_iters, query_mask, key_mask):  # type: ignore[no-untyped-def]
-    n, m, heads = scores.shape[-2], scores.shape[-1], scores.shape[:-2].numel()
+    n, m, heads = scores.shape[-2], scores.shape[-1], math.prod(scores.shape[:-2])
     coupling = scores.new_empty(scores.shape, dtype=compute_dtype(scores))
     return coupling, *empty_scalings(scores, heads, n, m, n_iters)
 
@@ -499,7 +504,7 @@ def dense_coupling_backward(
     problem = coupling_problem(scores, query_mask, key_mask)
     n, m, dtype = problem.n, problem.m, problem.dtype
     d_coupling = coupling_gradient.reshape(-1, n, m)
-    d_scores = torch.empty_like(d_coupling, dtype=scores.dtype)
+    d_scores = torch.empty_like(d_coupling, dtype=scores.dtype, memory_format=torch.contiguous_format)
 
     def differentiate_in_log_domain(heads: Tensor | slice, log_dtype: torch.dtype) -> None:
         log_scores = problem.scores(heads, log_dtype, 1.0)

@@ -1,6 +1,6 @@
 """The operator: `sinkhorn` and `sinkhorn_attention`, their argument checks and the choice of backend."""
 
-import math
+import sys
 
 import torch
 from torch import Tensor
@@ -35,10 +35,10 @@ def sinkhorn(
         ValueError: names the argument, what it got and what it needs.
     """
     check_n_iters(n_iters)
-    if not isinstance(scores, Tensor) or scores.dim() < 2 or not scores.is_floating_point():
+    if not is_floating_matrix(scores):
         raise ValueError(f"scores must be a floating tensor (..., n, m), got {describe(scores)}")
-    query_mask = check_mask("query_mask", query_mask, scores.shape[:-2], scores.shape[-2])
-    key_mask = check_mask("key_mask", key_mask, scores.shape[:-2], scores.shape[-1])
+    query_mask = check_mask("query_mask", query_mask, scores.shape[:-2], scores.shape[-2], scores.device)
+    key_mask = check_mask("key_mask", key_mask, scores.shape[:-2], scores.shape[-1], scores.device)
     if scores.numel() == 0:
         return scores.clone()
     refuse_transforms(scores)
@@ -90,13 +90,13 @@ def sinkhorn_attention(
     check_attention_arguments(query, key, value, n_iters, scale, attn_bias, dropout_p, gradient, backend)
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     n, m = query.shape[-2], key.shape[-2]
-    query_mask = check_mask("query_mask", query_mask, lead, n)
-    key_mask = check_mask("key_mask", key_mask, lead, m)
+    query_mask = check_mask("query_mask", query_mask, lead, n, query.device)
+    key_mask = check_mask("key_mask", key_mask, lead, m, query.device)
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = (tensor.to(dtype).expand(*lead, *tensor.shape[-2:]) for tensor in (query, key, value))
     if scale is None:
-        scale = query.shape[-1] ** -0.5
-    if query.numel() == 0 or value.numel() == 0:  # no query, no key or no sample: zeros that carry a gradient
+        scale = query.shape[-1] ** -0.5 if query.shape[-1] > 0 else 1.0
+    if 0 in (*lead, n, m, value.shape[-1]):  # no query, no key or no sample: zeros that carry a gradient
         return query @ key.transpose(-1, -2) @ value
     if attn_bias is not None:
         if attn_bias.dtype == torch.bool:
@@ -157,11 +157,28 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
         )
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor is an ordinary one, neither sparse nor nested."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def is_floating_matrix(argument: object) -> bool:
+    """Whether the argument is a dense floating tensor of at least two dimensions."""
+    return isinstance(argument, Tensor) and is_dense(argument) and argument.dim() >= 2 and argument.is_floating_point()
+
+
+def is_finite_number(argument: object) -> bool:
+    """Whether the argument is a Python number that a float can hold; a comparison, which torch.compile can trace."""
+    return isinstance(argument, int | float) and abs(argument) <= sys.float_info.max
+
+
 def describe(argument: object) -> str:
     """Shape and dtype of a tensor, the type's name of anything else."""
-    if isinstance(argument, Tensor):
-        return f"{tuple(argument.shape)} {argument.dtype}"
-    return type(argument).__name__
+    if not isinstance(argument, Tensor):
+        return type(argument).__name__
+    if argument.is_nested:
+        return "a nested tensor (pad it and pass query_mask and key_mask)"
+    return f"{tuple(argument.shape)} {argument.dtype}" + ("" if is_dense(argument) else f" {argument.layout}")
 
 
 def check_n_iters(n_iters: int) -> None:
@@ -170,22 +187,30 @@ def check_n_iters(n_iters: int) -> None:
         raise ValueError(f"n_iters must be an integer >= 1 (it counts half-steps; 1 is softmax), got {n_iters!r}")
 
 
-def check_mask(name: str, mask: Tensor | None, lead: torch.Size, length: int) -> Tensor | None:
-    """Checks a token mask against (lead..., length).
+def check_mask(name: str, mask: Tensor | None, lead: torch.Size, length: int, device: torch.device) -> Tensor | None:
+    """Checks a token mask against (lead..., length) and the tokens' device.
 
     A mask with fewer dimensions than that would be aligned from the right, batch against heads, and run silently:
     only (length,) and (..., length) with every leading dimension present are taken.
     """
     if mask is None:
         return None
-    needs = f"a boolean mask, True = takes part, of shape ({length},) or broadcastable to {(*lead, length)}"
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{name} must be {needs}, got dtype {mask.dtype}")
-    full_rank = mask.dim() == len(lead) + 1
-    fits = full_rank and all(have in (1, want) for have, want in zip(mask.shape, (*lead, length), strict=True))
-    if mask.shape[-1:] != (length,) or not (mask.dim() == 1 or fits):
-        hint = " (insert a dimension of 1 for the heads)" if not full_rank and mask.dim() > 1 else ""
-        raise ValueError(f"{name} must be {needs}, got shape {tuple(mask.shape)}{hint}")
+    got = None
+    if not isinstance(mask, Tensor) or not is_dense(mask):
+        got = describe(mask)
+    elif mask.dtype != torch.bool:
+        got = f"dtype {mask.dtype}"
+    elif mask.device != device:
+        got = f"one on {mask.device} for tokens on {device}"
+    else:
+        full_rank = mask.dim() == len(lead) + 1
+        fits = full_rank and all(have in (1, want) for have, want in zip(mask.shape[:-1], lead, strict=True))
+        if mask.dim() == 0 or mask.shape[-1] != length or not (mask.dim() == 1 or fits):
+            hint = " (insert a dimension of 1 for the heads)" if not full_rank and mask.dim() > 1 else ""
+            got = f"shape {tuple(mask.shape)}{hint}"
+    if got is not None:
+        needs = f"a boolean mask, True = takes part, of shape ({length},) or broadcastable to {(*lead, length)}"
+        raise ValueError(f"{name} must be {needs}, got {got}")
     return mask
 
 
@@ -203,10 +228,10 @@ def check_attention_arguments(
     """Raises ValueError or NotImplementedError that names the argument, what it got and what it needs."""
     check_n_iters(n_iters)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor) or tensor.dim() < 2 or not tensor.is_floating_point():
-            got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not is_floating_matrix(tensor):
             raise ValueError(
-                f"{name} must be a floating tensor with at least 2 dimensions (..., tokens, dim), got {got}"
+                f"{name} must be a floating tensor with at least 2 dimensions (..., tokens, dim), "
+                f"got {describe(tensor)}"
             )
         if tensor.device != query.device:
             raise ValueError(f"{name} must be on the query's device {query.device}, got {tensor.device}")
@@ -219,12 +244,12 @@ def check_attention_arguments(
     except RuntimeError:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
         raise ValueError(f"query, key and value must have leading dimensions that broadcast, got {shapes}") from None
-    if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
+    if scale is not None and not is_finite_number(scale):
         raise ValueError(f"scale must be a finite number (a learned one multiplies the query instead), got {scale!r}")
-    if not 0.0 <= dropout_p <= 1.0:
+    if not is_finite_number(dropout_p) or not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p!r}")
     if attn_bias is not None:
-        check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]))
+        check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]), query.device)
     if gradient not in GRADIENTS:
         raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got {gradient!r}")
     if gradient not in BUILT_GRADIENTS:
@@ -235,10 +260,14 @@ def check_attention_arguments(
         raise NotImplementedError(f"backend={backend!r} is not built yet; there are {', '.join(BUILT_BACKENDS)}")
 
 
-def check_bias(attn_bias: Tensor, shape: tuple[int, ...]) -> None:
-    """Checks a bias against (..., n, m); on the CPU also that it is not causal, which needs the data."""
+def check_bias(attn_bias: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Checks a bias against (..., n, m) and the tokens' device; on the CPU its data too, which must not be causal."""
+    if not isinstance(attn_bias, Tensor) or not is_dense(attn_bias):
+        raise ValueError(f"attn_bias must be a tensor broadcastable to {shape}, got {describe(attn_bias)}")
     if attn_bias.dtype != torch.bool and not attn_bias.is_floating_point():
         raise ValueError(f"attn_bias must be floating (added) or boolean (True keeps), got {attn_bias.dtype}")
+    if attn_bias.device != device:
+        raise ValueError(f"attn_bias must be on the query's device {device}, got {attn_bias.device}")
     have = (1,) * (len(shape) - attn_bias.dim()) + tuple(attn_bias.shape)
     if len(have) != len(shape) or any(size not in (1, want) for size, want in zip(have, shape, strict=True)):
         raise ValueError(f"attn_bias must be broadcastable to {shape}, got {tuple(attn_bias.shape)}")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 #: Finite values at or below this, laid out as a triangle, are taken for a causal mask rather than for a bias.
-CAUSAL_FILL = -1e4
+#: Hosts fill with -1e4 and less; a bias that is added to the fill may lift it a little.
+CAUSAL_FILL = -9e3
 
 CAUSAL_REFUSAL = (
     "Sinkhorn attention cannot be causal: the column step makes every row depend on later rows, and the only causal "
@@ -68,18 +69,26 @@ def split_attention_mask(
 
 
 def is_causal_bias(attn_bias: Tensor) -> bool:
-    """Whether a bias (..., n, m) is a causal mask: triangular support that is more than a diagonal. Reads the data.
+    """Whether a bias (..., n, m) is a causal mask. Reads the data.
 
-    For a square map any triangular support counts, since its only doubly stochastic limit is diagonal. For a
-    rectangular one the support must be exactly a lower triangle, aligned at the first or at the last token.
+    Rows and columns that are hidden wholly are padding and tell nothing; what is looked for is a triangle in the rest:
+
+    - in any one matrix, the whole triangle, lower or upper, aligned at the first or at the last token. A single entry
+      that is missing makes no triangle there: in a small matrix it may be chance;
+    - in all matrices together, any support within one triangle of a square map, since its only doubly stochastic limit
+      is diagonal, or one such whole triangle of a rectangular map.
     """
     if attn_bias.dim() < 2 or attn_bias.shape[-2] < 2 or attn_bias.shape[-1] < 2:
         return False
     support = attn_bias if attn_bias.dtype == torch.bool else attn_bias > CAUSAL_FILL
+    if bool((support[..., 0, -1] & support[..., -1, 0]).all()):  # both far corners are seen: no triangle
+        return False
     n, m = support.shape[-2:]
-    if n == m:
-        above, below = support.triu(1).any(), support.tril(-1).any()
-        return bool(above != below)
-    shape = torch.ones(n, m, dtype=torch.bool, device=support.device)
-    offsets = (0, m - n)
-    return any(bool((support == shape.tril(offset)).all()) and not bool(shape.tril(offset).all()) for offset in offsets)
+    unpadded = support.any(-1, keepdim=True) & support.any(-2, keepdim=True)
+    hidden = (unpadded & ~support).sum((-2, -1))
+    for offset in {0, m - n}:
+        for triangle in (unpadded.tril(offset), unpadded.triu(offset)):
+            whole = (support == triangle).all(-1).all(-1)
+            if bool((whole & (hidden > 1)).any()) or (bool(whole.all()) and bool(hidden.any())):
+                return True
+    return n == m and bool(hidden.any()) and bool(support.triu(1).any() != support.tril(-1).any())

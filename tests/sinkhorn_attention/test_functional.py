@@ -4,6 +4,7 @@ import copy
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from sinkhorn_attention import dense, marginal_error, sinkhorn, sinkhorn_attention
@@ -40,6 +41,20 @@ BAD_ARGUMENTS = [
     ({"attn_bias": torch.ones(6, 6, dtype=torch.int32)}, r"attn_bias must be floating .* got torch\.int32"),
     ({"attn_bias": torch.ones(6, 5)}, r"attn_bias must be broadcastable to \(2, 3, 6, 6\), got \(6, 5\)"),
     ({"attn_bias": torch.ones(1, 2, 3, 6, 6)}, r"attn_bias must be broadcastable"),
+    ({"query": torch.eye(6, 4).to_sparse()}, r"query must be a floating tensor .* got \(6, 4\) .*torch\.sparse_coo"),
+    (
+        {"value": torch.nested.nested_tensor([torch.randn(6, 4)], layout=torch.jagged)},
+        r"value .* nested tensor \(pad it",
+    ),
+    ({"query_mask": [True] * 6}, r"query_mask must be a boolean mask.* got list"),
+    ({"key_mask": np.ones(6, dtype=bool)}, r"key_mask must be a boolean mask.* got ndarray"),
+    ({"key_mask": torch.ones(6, dtype=torch.bool, device="meta")}, r"key_mask .* got one on meta for tokens on cpu"),
+    ({"attn_bias": np.ones((6, 6))}, r"attn_bias must be a tensor broadcastable to \(2, 3, 6, 6\), got ndarray"),
+    ({"attn_bias": torch.eye(6).to_sparse()}, r"attn_bias must be a tensor .* torch\.sparse_coo"),
+    ({"attn_bias": torch.ones(6, 6, device="meta")}, r"attn_bias must be on the query's device cpu, got meta"),
+    ({"dropout_p": "half"}, r"dropout_p must lie in \[0, 1\], got 'half'"),
+    ({"dropout_p": None}, r"dropout_p must lie in \[0, 1\], got None"),
+    ({"scale": 10**400}, r"scale must be a finite number"),
     ({"gradient": "exact"}, r"gradient must be one of unrolled, detached, implicit, got 'exact'"),
     ({"backend": "cuda"}, r"backend must be one of auto, reference, dense, streaming, triton, got 'cuda'"),
 ]
@@ -59,7 +74,9 @@ def test_bad_arguments_of_sinkhorn() -> None:
         ({"n_iters": 0}, "n_iters"),
         ({"scores": torch.ones(5, 6, dtype=torch.int64)}, "scores must be a floating tensor"),
         ({"scores": torch.randn(5)}, "scores must be a floating tensor"),
+        ({"scores": torch.eye(5).to_sparse()}, "scores must be a floating tensor"),
         ({"query_mask": torch.ones(2, 6, dtype=torch.bool)}, "query_mask"),
+        ({"query_mask": torch.ones(5, dtype=torch.bool, device="meta")}, "query_mask .* got one on meta"),
         ({"key_mask": torch.ones(3, 6, dtype=torch.bool)}, "key_mask"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -162,6 +179,23 @@ def test_leading_dimensions_broadcast_and_strides_do_not_matter() -> None:
     torch.testing.assert_close(sinkhorn_attention(*two_dimensional, 5), sinkhorn_attention(*copies, 5)[0, 0])
 
 
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_tokens_of_width_zero_average_the_values(backend: str, scale: float | None) -> None:
+    query, key, value = tokens(2, 3, n=5)
+    output = sinkhorn_attention(query[..., :0], key[..., :0], value, 3, scale=scale, backend=backend)
+    torch.testing.assert_close(output, value.mean(-2, keepdim=True).expand(2, 3, 5, 4))
+
+
+def test_results_may_be_written_into() -> None:
+    scores = torch.randn(2, 5, 6, requires_grad=True)
+    want = torch.autograd.grad((2 * sinkhorn(scores, 3)).square().sum(), scores)[0]
+    torch.testing.assert_close(torch.autograd.grad(sinkhorn(scores, 3).mul_(2).square().sum(), scores)[0], want)
+    output = sinkhorn_attention(*tokens(2, 3), 3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as softmax, whose backward needs it
+        output.mul_(2).sum().backward()
+
+
 def test_operators_pass_opcheck() -> None:
     query, key, value = tokens(2, 3)
     bias = torch.randn(3, 6, 6, requires_grad=True)
@@ -171,8 +205,16 @@ def test_operators_pass_opcheck() -> None:
     full = (query, key, value, 4, 0.5, True, bias, mask, mask, keep, 0.2)
     for arguments in (plain, full):
         torch.library.opcheck(dense.dense_attention, arguments)
+    # One sample of heads that a projection packed between the tokens: a reshape keeps its strides.
+    strided = [torch.randn(1, 6, 3, 4).transpose(1, 2) for _ in range(3)]
+    output = dense.dense_attention(*strided, *plain[3:])
+    arguments = (torch.ones(1, 3, 6, 4), *strided, *output, *plain[3:], False)
+    torch.library.opcheck(dense.dense_attention_backward, arguments, test_utils="test_faketensor")
     scores = (query @ key.mT).detach().requires_grad_()
     torch.library.opcheck(dense.dense_coupling, (scores, 3, mask, mask))
+    scores = torch.randn(1, 3, 6, 5).mT
+    arguments = (torch.randn(1, 3, 6, 5).mT, scores, *dense.dense_coupling(scores, 3, None, None)[1:], 3, None, None)
+    torch.library.opcheck(dense.dense_coupling_backward, arguments, test_utils="test_faketensor")
 
 
 def assert_same_step(first: nn.Module, second: nn.Module, *inputs: Tensor) -> None:
@@ -203,14 +245,40 @@ def test_compiles_without_graph_breaks(n_iters: int) -> None:
     assert_same_step(torch.compile(module, fullgraph=True, backend="aot_eager"), module, *tokens(2, 3))
 
 
-def test_compiles_with_dynamic_shapes() -> None:
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return sinkhorn_attention(query, key, value, 3)
+def test_compiles_once_for_all_shapes() -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        coupling = sinkhorn(query @ key.mT, 3, query_mask=mask)
+        return sinkhorn_attention(query, key, value, 3, key_mask=mask) + coupling.sum(-1, keepdim=True)
 
+    torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
-    for batch, n in ((2, 5), (3, 8)):
-        inputs = tokens(batch, 3, n=n, m=n)
-        torch.testing.assert_close(compiled(*inputs), attend(*inputs))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch, n in ((2, 5), (3, 8), (4, 6)):
+            inputs = (*tokens(batch, 3, n=n, m=n), torch.rand(batch, 1, n) > 0.3)
+            torch.testing.assert_close(compiled(*inputs), attend(*inputs))
+
+
+def test_compiles_with_a_scale_and_a_count_that_vary() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(sinkhorn_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n_iters, scale in ((3, 0.5), (4, 0.7), (5, 1.1)):
+        inputs = (*tokens(2, 3), n_iters)
+        torch.testing.assert_close(compiled(*inputs, scale=scale), sinkhorn_attention(*inputs, scale=scale))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exports_with_dynamic_shapes(strict: bool) -> None:
+    class Host(nn.Module):
+        def forward(self, query: Tensor, mask: Tensor) -> Tensor:
+            return sinkhorn_attention(query, query, query, 3, query_mask=mask, key_mask=mask)
+
+    def example(batch: int, n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(batch, n, 4), torch.rand(batch, n) > 0.2
+
+    dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("n")}
+    exported = torch.export.export(Host(), example(2, 6), dynamic_shapes=(dynamic, dynamic), strict=strict).module()
+    for inputs in (example(5, 9), example(3, 4)):
+        torch.testing.assert_close(exported(*inputs), Host()(*inputs))
 
 
 @pytest.mark.parametrize("backend", ["auto", "dense", "reference"])

@@ -95,6 +95,49 @@ def test_causal_patterns() -> None:
     assert is_causal_bias(torch.ones(4, 6, dtype=torch.bool).tril(2))
 
 
+def test_causal_patterns_are_seen_in_each_matrix_and_beside_padding() -> None:
+    lower = torch.ones(5, 5, dtype=torch.bool).tril()
+    everything = torch.ones(5, 5, dtype=torch.bool)
+    assert is_causal_bias(torch.stack((everything, lower)))  # one sample of a batch
+    assert is_causal_bias(torch.stack((lower, lower.T)))  # heads that look back and heads that look ahead
+    assert is_causal_bias(torch.stack((lower, lower & (torch.arange(5) < 1))))  # a sample of one token is no excuse
+    rectangle = torch.ones(4, 6, dtype=torch.bool).tril(2)
+    assert is_causal_bias(rectangle & (torch.arange(6) > 0))
+    assert is_causal_bias(rectangle & (torch.arange(6) != 4))
+    assert is_causal_bias(rectangle.flip(0, 1))
+    for n, m in ((5, 5), (4, 6)):  # padding alone, whatever remains
+        for token in (0, -1):
+            one_key = torch.zeros(1, n, m, dtype=torch.bool)
+            one_key[..., token] = True
+            one_query = torch.zeros(1, n, m, dtype=torch.bool)
+            one_query[:, token] = True
+            assert not is_causal_bias(one_key)
+            assert not is_causal_bias(one_query)
+            assert not is_causal_bias(one_key & one_query)
+    assert not is_causal_bias(torch.zeros(5, 5, dtype=torch.bool))
+    small = torch.ones(2, 2, dtype=torch.bool).tril()
+    assert is_causal_bias(small)
+    assert not is_causal_bias(torch.stack((small, torch.ones_like(small))))  # one entry of one matrix: no triangle
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_causal_fills_of_every_precision(dtype: torch.dtype) -> None:
+    upper = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    slopes = torch.rand(6, 6).to(dtype)
+    for fill in (-1e4, torch.finfo(dtype).min, -math.inf):
+        assert is_causal_bias(torch.zeros(6, 6, dtype=dtype).masked_fill(upper, fill))
+        assert is_causal_bias(slopes.masked_fill(upper, fill))
+        assert is_causal_bias(slopes + torch.zeros(6, 6, dtype=dtype).masked_fill(upper, fill))
+    assert not is_causal_bias(torch.zeros(6, 6, dtype=dtype).masked_fill(upper, -100.0))
+
+
+def test_linear_slopes_are_a_bias_however_far_they_reach() -> None:
+    back = torch.arange(64.0)[:, None] - torch.arange(64.0)
+    slopes = torch.tensor([0.5, 100.0, 5000.0])[:, None, None]
+    for bias in (-slopes * back.abs(), -slopes * back.clamp(min=0), slopes * back.clamp(max=0), -slopes * back):
+        assert not is_causal_bias(bias)
+
+
 def test_why_a_causal_mask_is_refused() -> None:
     """The column step lets the future into the past: change the last query, and earlier rows move."""
     torch.manual_seed(0)

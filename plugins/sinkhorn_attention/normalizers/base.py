@@ -131,7 +131,7 @@ class Normalizer(nn.Module):
     ) -> None:
         """Raises ValueError for masks that would be misread, and for a causal bias where it cannot be honoured."""
         lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-        check_mask("query_mask", query_mask, lead, query.shape[-2])
-        check_mask("key_mask", key_mask, lead, key.shape[-2])
+        check_mask("query_mask", query_mask, lead, query.shape[-2], query.device)
+        check_mask("key_mask", key_mask, lead, key.shape[-2], query.device)
         if attn_bias is not None and not self.row_wise:
-            check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]))
+            check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]), query.device)
