@@ -49,13 +49,10 @@ def read_off(content: bytes, name: str) -> trimesh.Trimesh:
             f"{name}: cut off: {vertex_count} vertices and {face_count} faces are announced, "
             f"{len(lines) - 1} lines follow"
         )
-    faces = [line.split() for line in lines[1 + vertex_count : 1 + vertex_count + face_count]]
+    # trimesh drops faces that are cut off and fails on a mixture of polygons: it gets whole triangles only.
+    faces = lines[1 + vertex_count : 1 + vertex_count + face_count]
     triangles = [triangle for face in faces for triangle in _fan(face, name)]
-    # trimesh counts faces short of their corners, or of other sizes than its neighbours, in its own way: it gets
-    # triangles only.
-    text = "\n".join(
-        ["OFF", f"{vertex_count} {len(triangles)} 0", *lines[1 : 1 + vertex_count], *(f"3 {t}" for t in triangles)]
-    )
+    text = "\n".join(["OFF", f"{vertex_count} {len(triangles)} 0", *lines[1 : 1 + vertex_count], *triangles])
     try:
         parsed = load_off(io.StringIO(text))
     except (ValueError, IndexError, TypeError) as error:
@@ -78,15 +75,18 @@ def _lines(content: bytes, name: str) -> list[str]:
     return [line for line in (raw.strip() for raw in rest.split("\n")) if line]
 
 
-def _fan(face: list[str], name: str) -> list[str]:
-    """The corners "a b c" of the triangles of a face line; none for points and edges."""
+def _fan(face: str, name: str) -> list[str]:
+    """The triangles "3 a b c" of a face line; none for points and edges."""
+    words = face.split()
+    if words[0] == "3" and len(words) > 3:
+        return [face]
     try:
-        corners = face[1 : 1 + int(face[0])]
+        corners = words[1 : 1 + int(words[0])]
     except ValueError:
-        raise OffError(f"{name}: a face begins with {face[0]!r} instead of its number of corners") from None
-    if len(corners) < int(face[0]):
-        raise OffError(f"{name}: cut off: a face of {face[0]} corners lists {len(corners)}")
-    return [f"{corners[0]} {corners[i]} {corners[i + 1]}" for i in range(1, len(corners) - 1)]
+        raise OffError(f"{name}: a face begins with {words[0]!r} instead of its number of corners") from None
+    if len(corners) < int(words[0]):
+        raise OffError(f"{name}: cut off: a face of {words[0]} corners lists {len(corners)}")
+    return [f"3 {corners[0]} {corners[i]} {corners[i + 1]}" for i in range(1, len(corners) - 1)]
 
 
 def sample_surface(mesh: trimesh.Trimesh, count: int, seed: int | np.random.Generator) -> Samples:
