@@ -4,11 +4,13 @@ import os
 import tempfile
 import urllib.error
 from pathlib import Path
+from typing import Any
 
 from torchvision.datasets.utils import download_url
 
 from ..errors import RunError
 from .base import data_folder
+from .clouds import CloudData
 from .meshes import CloudReport, prepare_clouds
 
 NOTICE = "modelnet40: Wu et al., 3D ShapeNets, CVPR 2015; for academic use, copyright of the models is their makers'"
@@ -84,3 +86,17 @@ def _fetch(folder: Path) -> Path:
         f"{ARCHIVE} could not be fetched ({'; '.join(failures)}). Get it from elsewhere and give it as --archive, or "
         f"put it into {folder}"
     )
+
+
+class ModelNet40(CloudData):
+    """ModelNet40's clouds; run `python -m experiments.data.prepare modelnet40` first.
+
+    Args:
+        folder: the folder of all data.
+        **options: those of `CloudData`.
+    """
+
+    name = "modelnet40"
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        super().__init__(clouds_path(folder), "run `python -m experiments.data.prepare modelnet40`", **options)

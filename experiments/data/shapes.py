@@ -9,6 +9,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import trimesh
@@ -20,6 +21,7 @@ from trimesh.transformations import rotation_matrix, translation_matrix
 
 from ..seeding import stream_seed
 from .base import data_folder
+from .clouds import CloudData
 from .meshes import CloudReport, prepare_clouds
 
 #: Changes whenever the same seed would give other meshes.
@@ -270,3 +272,22 @@ def prepare(
             write_archive(archive, train, test, seed)
     counts = {"train": train * len(SHAPES), "test": test * len(SHAPES)}
     return prepare_clouds(archive, target, num_points, seed, jobs=jobs, expected=counts, quiet=quiet)
+
+
+class Shapes(CloudData):
+    """Clouds of procedural shapes, made where they are not there yet.
+
+    Args:
+        folder: the folder of all data.
+        train_per_class: training shapes per class, those to validate on included.
+        test_per_class: test shapes per class.
+        shape_seed: of the shapes; not the run's seed.
+        **options: those of `CloudData`.
+    """
+
+    name = "shapes"
+
+    def __init__(self, folder: str, train_per_class: int, test_per_class: int, shape_seed: int, **options: Any) -> None:
+        prepare(Path(folder), train_per_class, test_per_class, seed=shape_seed, quiet=True)
+        path = clouds_path(folder, train_per_class, test_per_class, shape_seed)
+        super().__init__(path, "it was just made; is the disk full?", **options)
