@@ -1,6 +1,7 @@
 """Sinkhorn attention for timm: importing this package registers its models."""
 
 from .attention import NormalizedAttention, attn_layer, sinkhorn_attn_layer
+from .conversion import convert
 from .models import (
     sinkformer_vit_base_patch16_224,
     sinkformer_vit_catsdogs,
@@ -13,6 +14,7 @@ from .published import load_published_state_dict, to_published_state_dict
 __all__ = [
     "NormalizedAttention",
     "attn_layer",
+    "convert",
     "load_published_state_dict",
     "sinkformer_vit_base_patch16_224",
     "sinkformer_vit_catsdogs",

@@ -1,9 +1,11 @@
 """timm's self-attention with its softmax replaced by a normalizer of the suite, and classes for `attn_layer=`."""
 
 import copyreg
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from sinkhorn_attention.masks import CAUSAL_REFUSAL, split_attention_mask
 from sinkhorn_attention.normalizers import get_normalizer
 from timm.layers import Attention
@@ -61,7 +63,7 @@ class NormalizedAttention(Attention):
         """
         if is_causal:
             raise ValueError(self.causal_refusal)
-        attn_bias, query_mask, key_mask = split_attention_mask(attn_mask)
+        attn_bias, query_mask, key_mask = split_attention_mask(as_support(attn_mask))
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
@@ -79,6 +81,17 @@ class NormalizedAttention(Attention):
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
+
+
+def as_support(attn_mask: Tensor | None) -> Tensor | None:
+    """Turns the lowest number of a floating mask's dtype, by which timm's NaFlex models hide padding, into -inf.
+
+    Softmax makes nothing of such a score either way; a column step would restore a column that is low throughout.
+    """
+    if attn_mask is None or not attn_mask.is_floating_point():
+        return attn_mask
+    lowest = torch.full_like(attn_mask, -math.inf).nan_to_num()  # of finfo, TorchScript knows nothing
+    return attn_mask.masked_fill(attn_mask == lowest, -math.inf)
 
 
 class _ConfiguredClass(type):

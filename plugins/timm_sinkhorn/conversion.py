@@ -1,0 +1,197 @@
+"""`convert`: another normalizer in the attention of a model that is already built."""
+
+import fnmatch
+import inspect
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sinkhorn_attention.normalizers import Normalizer, get_normalizer
+from torch import nn
+
+from .attention import NormalizedAttention
+from .families import CONVERTED, LEFT_BY_DESIGN, NOT_ATTENTION, ConvertedAttention
+
+Layers = int | Sequence[int] | str | None
+
+_ATTENDS = re.compile(r"softmax\(|scaled_dot_product_attention\(|multi_head_attention_forward\(")
+
+
+def convert(
+    model: nn.Module,
+    normalizer: str = "sinkhorn",
+    *,
+    layers: Layers = None,
+    strict: bool = True,
+    **options: Any,
+) -> list[str]:
+    """Replaces the softmax of a built timm model's attention, in place, and keeps weights and parameter names.
+
+    The classes of the attention modules change to subclasses of their own that call the normalizer, so that the model
+    still copies, pickles, saves and loads as before, in both directions; the state dict gains entries only where the
+    normalizer owns parameters. A model can be converted again, also back to "softmax".
+
+    What a coupling means depends on the map. Square maps, over all tokens or within windows, become doubly stochastic.
+    In rectangular ones (twins, pvt_v2: fewer keys than queries) rows sum to 1 and columns to n / m. With a single query
+    (class attention in cait, crossvit, volo; SigLIP's pooling) two half-steps or more give plain mean pooling, of which
+    a warning tells. Relative positions and window masks are added to the scores, as under softmax. Talking heads (cait)
+    and outlook attention (volo) normalise given scores, which not every normalizer can.
+
+    Modules whose softmax is no map between tokens (davit's and xcit's channel attention, linear attention) stay as they
+    are, are not counted by `layers`, and are named in a warning.
+
+    Args:
+        model: a timm model, or any module that contains some of its layers; not yet scripted or traced.
+        normalizer: a name of `sinkhorn_attention.list_normalizers()`.
+        layers: which attention modules: None for all, an int k for the last k, a list of indices in the order of
+            `model.named_modules()`, or an fnmatch pattern of their names, such as "blocks.[0-5].attn".
+        strict: whether attention of unknown kind among `layers` is an error; otherwise it stays a softmax.
+        **options: the normalizer's options, such as `n_iters=3`.
+
+    Returns:
+        The names of the converted modules.
+
+    Raises:
+        ValueError: for attention of unknown kind, of which all are listed, for a model without attention, for `layers`
+            that pick nothing, and for bad options. The model is then unchanged.
+
+    Example:
+        >>> model = timm.create_model("swin_tiny_patch4_window7_224", pretrained=True)
+        >>> convert(model, "sinkhorn", n_iters=3, layers=4)
+        ['layers.2.blocks.4.attn', 'layers.2.blocks.5.attn', 'layers.3.blocks.0.attn', 'layers.3.blocks.1.attn']
+    """
+    known: dict[str, nn.Module] = {}
+    unknown: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    candidates: list[str] = []
+    for name, module in model.named_modules():
+        if type(module) in CONVERTED or isinstance(module, NormalizedAttention | ConvertedAttention):
+            known[name] = module
+            candidates.append(name)
+        elif type(module) in LEFT_BY_DESIGN:
+            left[name] = LEFT_BY_DESIGN[type(module)]
+        elif _attends(module):
+            unknown[name] = module
+            candidates.append(name)
+    if not candidates:
+        raise ValueError(_nothing_to_convert(model, left))
+    chosen = _choose(candidates, layers)
+    foreign = {name: unknown[name] for name in chosen if name in unknown}
+    if foreign and strict:
+        raise ValueError(
+            f"convert does not know this attention: {_describe(foreign)}; pass strict=False to leave it as it is, or "
+            "pick other modules by layers="
+        )
+    chosen = [name for name in chosen if name in known]
+    if not chosen:
+        raise ValueError(f"convert knows none of the attention modules that were picked: {_describe(foreign)}")
+    normalizers = {name: _normalizer_for(name, known[name], normalizer, options) for name in chosen}
+
+    for name in chosen:
+        module = known[name]
+        module.__class__ = CONVERTED.get(type(module), type(module))
+        if isinstance(module, ConvertedAttention):
+            module.prepare()
+        module.normalizer = normalizers[name]
+    _warn_of_what_to_know(chosen, known, left, foreign, normalizers)
+    return chosen
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module of a kind that is not known seems to hold an attention map, by its source."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    if isinstance(module, NOT_ATTENTION) or type(module).__module__.startswith("torch."):
+        return False
+    try:
+        source = inspect.getsource(type(module))
+    except (OSError, TypeError):  # made in an interactive session: only its name is left to judge by
+        return "attn" in type(module).__name__.lower() or "attention" in type(module).__name__.lower()
+    return _ATTENDS.search(source) is not None
+
+
+def _choose(candidates: list[str], layers: Layers) -> list[str]:
+    """The names that `layers` picks, in the model's order."""
+    if layers is None:
+        return candidates
+    count = len(candidates)
+    if isinstance(layers, str):
+        chosen = fnmatch.filter(candidates, layers)
+        if not chosen:
+            raise ValueError(f"layers={layers!r} matches no attention module; there are {', '.join(candidates)}")
+        return chosen
+    if isinstance(layers, bool) or not isinstance(layers, int | Sequence):
+        raise ValueError(f"layers must be None, an int, a list of indices or a name pattern, got {layers!r}")
+    if isinstance(layers, int):
+        if not 1 <= layers <= count:
+            raise ValueError(f"layers={layers} asks for the last {layers} of {count} attention modules")
+        return candidates[-layers:]
+    bad = [i for i in layers if isinstance(i, bool) or not isinstance(i, int) or not -count <= i < count]
+    if bad or not layers:
+        raise ValueError(f"layers={list(layers)} must be indices of the {count} attention modules, 0 to {count - 1}")
+    picked = {i % count for i in layers}
+    return [name for i, name in enumerate(candidates) if i in picked]
+
+
+def _normalizer_for(name: str, module: nn.Module, normalizer: str, options: dict[str, Any]) -> Normalizer:
+    """Builds the normalizer of one module, of its heads, mode, device and precision."""
+    cls = CONVERTED.get(type(module), type(module))
+    if issubclass(cls, ConvertedAttention):
+        num_heads, head_dim = cls.heads(module)  # type: ignore[arg-type]
+    else:
+        num_heads, head_dim = module.num_heads, module.head_dim  # type: ignore[assignment]
+    built = get_normalizer(normalizer, head_dim=head_dim, num_heads=num_heads, **options)
+    given_scores = issubclass(cls, ConvertedAttention) and not cls.has_queries_and_keys
+    if given_scores and type(built).from_scores is Normalizer.from_scores:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) normalises given scores, and normalizer {normalizer!r} needs queries "
+            "and keys; leave the module out by layers="
+        )
+    weight = next(module.parameters())
+    return built.to(device=weight.device, dtype=weight.dtype).train(module.training)
+
+
+def _nothing_to_convert(model: nn.Module, left: dict[str, str]) -> str:
+    kind = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule) or any(
+        isinstance(module, torch.fx.GraphModule) for module in model.modules()
+    ):
+        return f"{kind} is scripted or traced, so its attention can no longer be exchanged; convert it before that"
+    if left:
+        return f"{kind} has no attention between tokens to convert: {_describe_left(left)}"
+    return f"{kind} has no attention to convert"
+
+
+def _describe(modules: dict[str, nn.Module]) -> str:
+    kinds = {name: f"{type(module).__module__}.{type(module).__qualname__}" for name, module in modules.items()}
+    return ", ".join(f"{name or 'the model itself'} ({kind})" for name, kind in kinds.items())
+
+
+def _describe_left(left: dict[str, str]) -> str:
+    reasons = dict.fromkeys(left.values())
+    return "; ".join(f"{', '.join(name for name in left if left[name] == reason)} ({reason})" for reason in reasons)
+
+
+def _warn_of_what_to_know(
+    chosen: list[str],
+    known: dict[str, nn.Module],
+    left: dict[str, str],
+    foreign: dict[str, nn.Module],
+    normalizers: dict[str, Normalizer],
+) -> None:
+    if left:
+        warnings.warn(f"left as it is by design: {_describe_left(left)}", stacklevel=3)
+    if foreign:
+        warnings.warn(f"left a softmax because convert does not know it: {_describe(foreign)}", stacklevel=3)
+    single = []
+    for name in chosen:
+        module = known[name]
+        if isinstance(module, ConvertedAttention) and module.single_query():
+            single.append(name)
+    if single and getattr(normalizers[single[0]], "n_iters", 1) > 1:
+        warnings.warn(
+            f"{', '.join(single)}: a single query, so that two half-steps or more are mean pooling, whatever its keys",
+            stacklevel=3,
+        )
