@@ -24,7 +24,7 @@ from ..files import explain_full_disk
 from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
 from .classifier import Classifier
-from .recorder import Recorder, make_loggers
+from .recorder import Recorder, close_loggers, make_loggers
 from .run_dir import RunDir
 
 Config = dict[str, Any]
@@ -79,6 +79,7 @@ def prepare(config: Config, run: RunDir) -> Plan:
             logger=False,
             enable_progress_bar=bar,
             enable_model_summary=False,
+            log_every_n_steps=1,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
@@ -202,8 +203,7 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
                 recorder.add(row, plan.trainer.loggers)
             place["test"] = recorder.metrics(place["epoch"], "test")
         place["checkpoint"] = f"checkpoints/{place['checkpoint']}"
-    for logger in plan.trainer.loggers:
-        logger.finalize("success")
+    close_loggers(plan.trainer.loggers)
     plan.checkpoints.keep({Path(place["checkpoint"]).name for place in places.values()})
     return {
         "hash": run.hash,

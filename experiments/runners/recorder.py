@@ -139,6 +139,14 @@ def make_loggers(config: dict[str, Any], folder: Path, digest: str, step: int) -
     return loggers
 
 
+def close_loggers(loggers: list[Logger]) -> None:
+    """Writes out what loggers still hold, after the last row."""
+    for logger in loggers:
+        logger.finalize("success")
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
+
+
 def _wandb_logger(config: dict[str, Any], folder: Path, digest: str) -> WandbLogger:
     import wandb
 
@@ -157,6 +165,8 @@ def _wandb_logger(config: dict[str, Any], folder: Path, digest: str) -> WandbLog
             reinit="finish_previous",
             settings=wandb.Settings(init_timeout=30, silent=True, console="off"),
         )
+        run.define_metric("trainer/global_step")
+        run.define_metric("*", step_metric="trainer/global_step")
         return WandbLogger(experiment=run, offline=mode == "offline")
 
     mode = config["wandb"]["mode"]
@@ -170,6 +180,7 @@ def _wandb_logger(config: dict[str, Any], folder: Path, digest: str) -> WandbLog
                 "for `wandb sync`",
                 file=sys.stderr,
             )
+            wandb.teardown()  # its service still holds the id for the attempt that failed
     return start("offline")
 
 

@@ -1,0 +1,73 @@
+import json
+
+import pytest
+from rich.console import Console
+
+from experiments import demo
+
+TINY = ["data.val_size=200", "data.test_size=4400", "trainer.max_epochs=2", "trainer.accelerator=cpu"]
+
+
+@pytest.fixture
+def overrides(runs):
+    return [*TINY, f"paths.runs={runs.folder}", f"paths.data={runs.data}"]
+
+
+def test_the_runs_are_those_of_the_paper(overrides):
+    jobs = demo.jobs(overrides)
+    assert len(jobs) == len({job.folder.path for job in jobs}) == 20
+    settings = {
+        (job.folder.config["model"]["patch_size"], job.folder.config["attention"]["name"], job.folder.config["seed"])
+        for job in jobs
+    }
+    assert settings == {
+        (patch, name, seed) for patch in (7, 14) for name in ("softmax", "sinkhorn") for seed in range(5)
+    }
+    assert {job.folder.config["attention"].get("n_iters") for job in jobs} == {None, 5}
+
+
+@pytest.mark.slow
+def test_runs_in_parallel_then_the_report_and_nothing_the_second_time(overrides, runs, monkeypatch, capfd):
+    monkeypatch.setattr(demo, "SEEDS", range(1))
+    monkeypatch.setattr(demo, "PATCH_SIZES", (14,))
+    reported = []
+    monkeypatch.setattr(demo, "report", lambda folders: reported.append(list(folders)) or 0)
+    assert demo.main(["--workers", "2", *overrides]) == 0
+    assert len(runs.folders()) == 2
+    for folder in runs.folders():
+        card = json.loads((folder / "run.json").read_text())
+        assert (card["state"], card["attempts"][0]["threads"]) == ("finished", 1)
+    words = capfd.readouterr().err
+    assert "2 runs, 0 of them finished; 2 at a time" in words
+    assert "2/2" in words
+    monkeypatch.setattr(demo, "train_all", lambda *_: pytest.fail("nothing is left to train"))
+    assert demo.main(overrides) == 0
+    assert set(reported[0]) == set(reported[1]) == set(runs.folders())
+
+
+@pytest.mark.slow
+def test_a_failed_run_is_named_and_the_others_go_on(overrides, runs):
+    console = Console(stderr=True)
+    jobs = demo.jobs(overrides)[:2]
+    jobs[0].overrides.append("+model.nonsense=1")
+    (failure,) = demo.train_all(jobs, 1, console)
+    assert "nonsense" in failure
+    assert jobs[1].folder.finished
+
+
+def test_epochs_are_counted_from_the_metrics(overrides, runs):
+    job = demo.jobs(overrides)[0]
+    assert job.epochs_done() == 0
+    job.folder.path.mkdir(parents=True)
+    (job.folder.path / "metrics.jsonl").write_text('{"epoch": 1, "split": "train"}\n{"epoch": 1, "split": "val"}\n')
+    assert job.epochs_done() == 1
+    (job.folder.path / "result.json").write_text("{}")
+    assert job.epochs_done() == 2
+
+
+def test_bad_arguments(capfd):
+    assert demo.main(["--workers", "0"]) == 1
+    assert demo.main(["nonsense.key=1"]) == 1
+    words = capfd.readouterr().err
+    assert "--workers must be at least 1; got 0" in words
+    assert "nonsense" in words

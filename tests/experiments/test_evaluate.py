@@ -1,0 +1,97 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+from experiments import evaluate
+from experiments.errors import RunError
+from experiments.evaluate import load_run
+
+
+@pytest.mark.parametrize("at", ["best", "last"])
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_the_numbers_of_result_json(finished, at, split):
+    run = load_run(finished(), at)
+    result = json.loads((finished() / "result.json").read_text())
+    assert run.metrics(split) == run.recorded(split) == result[at][split]
+
+
+def test_predictions_give_the_accuracy(finished):
+    run = load_run(finished(), "last")
+    logits, predicted, labels = run.predictions("test")
+    assert logits.shape == (4400, 10)
+    assert torch.equal(logits.argmax(-1), predicted)
+    accuracy = (predicted == labels).double().mean().item()
+    assert accuracy == pytest.approx(run.result["last"]["test"]["accuracy"], abs=1e-6)
+    loss = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert loss == pytest.approx(run.result["last"]["test"]["loss"], rel=1e-5)
+
+
+def test_the_model_alone(finished):
+    run = load_run(finished())
+    images, labels = next(iter(run.data.eval_loader("test")))
+    with torch.no_grad():
+        logits = run.model(images)
+    assert logits.shape == (len(labels), 10)
+    assert torch.equal(logits, run.predictions("test").logits[: len(labels)])
+
+
+def test_a_moved_run_and_moved_data(finished, tmp_path, data_folder):
+    shutil.copytree(finished(), tmp_path / "moved")
+    shutil.copytree(data_folder, tmp_path / "data")
+    run = load_run(tmp_path / "moved", data=tmp_path / "data")
+    assert run.metrics("test") == run.recorded("test")
+
+
+def test_the_command(finished, tmp_path, capsys):
+    file = tmp_path / "predictions.pt"
+    assert evaluate.main([str(finished()), "--predictions", str(file)]) == 0
+    words = capsys.readouterr().out
+    result = json.loads((finished() / "result.json").read_text())
+    assert f"accuracy {result['best']['test']['accuracy']:.6g}" in words
+    assert "equal to result.json" in words
+    assert torch.load(file, weights_only=True)["labels"].shape == (4400,)
+    assert evaluate.main([str(finished()), "--split", "train"]) == 0
+    assert "no numbers of that split" in capsys.readouterr().out
+
+
+def test_other_weights_are_noticed(finished, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished(), folder)
+    result = json.loads((folder / "result.json").read_text())
+    result["best"]["test"]["accuracy"] += 0.01
+    (folder / "result.json").write_text(json.dumps(result))
+    assert evaluate.main([str(folder)]) == 1
+    assert "result.json differs: accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: shutil.rmtree(folder), "is not a run's folder"),
+        (lambda folder: (folder / "result.json").unlink(), "is not finished: give its training command again"),
+    ],
+)
+def test_no_finished_run(finished, tmp_path, capsys, change, words):
+    folder = tmp_path / "run"
+    shutil.copytree(finished(), folder)
+    change(folder)
+    with pytest.raises(RunError, match=words):
+        load_run(folder)
+    assert evaluate.main([str(folder)]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_other_data_are_noticed(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished(), folder)
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("split_seed: 0", "split_seed: 1"))
+    with pytest.raises(RunError, match="the data are not those"):
+        load_run(folder)
+
+
+def test_wrong_words(finished):
+    with pytest.raises(RunError, match="at must be best or last; got first"):
+        load_run(finished(), "first")

@@ -1,0 +1,143 @@
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from experiments.runners import classifier, recorder
+
+
+def kill_at(step):
+    def patch():
+        original = classifier.Classifier.training_step
+
+        def training_step(self, batch, batch_idx):
+            if self.global_step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, batch, batch_idx)
+
+        classifier.Classifier.training_step = training_step
+
+    return patch
+
+
+def history(file: Path) -> list[dict]:
+    """The rows of an offline wandb run, as wandb itself reads them."""
+    tool = Path(sys.executable).with_name("wandb")
+    lines = subprocess.run([tool, "leet", "inspect", "--json", file], check=True, capture_output=True, text=True).stdout
+    records = [json.loads(line) for line in lines.splitlines()]
+    return [record["history"]["item"] for record in records if record["type"] == "history"]
+
+
+def as_wandb(row: dict) -> dict:
+    metrics = {f"{row['split']}/{name}": row[name] for name in ("loss", "accuracy", "lr") if name in row}
+    return {**metrics, "epoch": row["epoch"], "trainer/global_step": row["step"]}
+
+
+def test_none_writes_metrics_jsonl_alone(finished):
+    names = {path.name for path in finished().iterdir()}
+    assert names == {
+        ".lock",
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "result.json",
+        "run.json",
+        "timing.jsonl",
+    }
+
+
+def test_loggers_do_not_change_the_numbers(runs, finished, rows):
+    folder = runs.start("logger=all").folder
+    assert folder.name == finished().name
+    assert (folder / "metrics.jsonl").read_bytes() == (finished() / "metrics.jsonl").read_bytes()
+    with open(folder / "metrics.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == len(rows(folder))
+    for line, row in zip(table, rows(folder), strict=True):
+        assert {name: value for name, value in line.items() if value} == {
+            name: str(value) for name, value in row.items()
+        }
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    assert file.name == f"run-{folder.name[-8:]}.wandb"
+    shown = [{name: value for name, value in row.items() if name[0] != "_"} for row in history(file)]
+    assert shown == [as_wandb(row) for row in rows(folder)]
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("val/loss")] == [4, 8, 12]
+
+
+def test_wandb_offline_after_two_kills(runs, finished, rows):
+    """Each attempt leaves a folder under the same id; the newest holds the whole history, each row once, in order."""
+    more = ["logger=all", "trainer.checkpoint_every_n_steps=3"]
+    wandb.teardown()  # a forked child would use this process's service, which does not die with it
+    for step in (7, 10):
+        assert runs.in_child(kill_at(step), *more) == -signal.SIGKILL
+    folder = runs.start(*more).folder
+    assert (folder / "metrics.jsonl").read_bytes() == (finished() / "metrics.jsonl").read_bytes()
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert len(files) == 3
+    assert {file.name for file in files} == {f"run-{folder.name[-8:]}.wandb"}
+    shown = history(files[-1])
+    steps = [row["_step"] for row in shown]
+    assert steps == list(range(len(steps)))
+    plain = [{name: value for name, value in row.items() if name[0] != "_"} for row in shown]
+    assert plain == [as_wandb(row) for row in rows(folder)]
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("val/loss")] == [4, 8, 12]
+
+
+@pytest.mark.parametrize("error", [wandb.errors.CommError("no route to host"), OSError("unreachable")])
+def test_no_network_for_wandb(runs, monkeypatch, capsys, error):
+    """The run is logged offline, and says so in one line."""
+    start, modes = wandb.init, []
+
+    def init(**settings):
+        modes.append(settings["mode"])
+        assert (settings["group"], settings["resume"]) == ("mnist_patches", "allow")
+        if settings["mode"] == "online":
+            raise error
+        return start(**settings)
+
+    monkeypatch.setattr(wandb, "init", init)
+    folder = runs.start("logger=wandb", "wandb=online", "trainer.max_epochs=1").folder
+    assert modes == ["online", "offline"]
+    assert f"warning: wandb is out of reach ({error}); this run is logged offline" in capsys.readouterr().err
+    assert len(list(folder.glob("wandb/offline-run-*"))) == 1
+
+
+def test_progress_is_a_line_per_epoch_outside_of_a_terminal(runs, capsys):
+    runs.start("trainer.max_epochs=2")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch")]
+    assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
+    assert "val: loss" in lines[0]
+
+
+def test_progress_bar_in_a_terminal(runs, monkeypatch):
+    from lightning.pytorch.callbacks import RichProgressBar
+
+    from experiments.config import compose, resolve
+    from experiments.runners import lightning
+    from experiments.runners.run_dir import RunDir
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    config = resolve(compose(runs.overrides()))
+    plan = lightning.prepare(config, RunDir.of(config))
+    assert any(isinstance(callback, RichProgressBar) for callback in plan.trainer.callbacks)
+    assert not plan.recorder.lines
+    config["trainer"]["progress_bar"] = False
+    assert lightning.prepare(config, RunDir.of(config)).recorder.lines
+
+
+def test_a_metric_is_the_shortest_decimal_of_its_float32():
+    metrics = classifier.RunningMetrics(2)
+    logits = torch.tensor([[2.0, 0.0]] * 10)
+    metrics.update(logits, torch.tensor([0] * 7 + [1] * 3), torch.full((10,), 0.5))
+    assert metrics.values() == {"loss": 0.5, "accuracy": 0.7}
+    assert recorder.json_line(metrics.take()) == '{"loss": 0.5, "accuracy": 0.7}\n'

@@ -1,0 +1,52 @@
+import pytest
+import yaml
+
+from experiments import select_lr
+from experiments.errors import RunError
+from experiments.select_lr import Trial
+
+
+def trial(rate, seed, loss, attention="softmax", patch=7):
+    return Trial(patch, attention, rate, seed, loss, 0.5)
+
+
+def test_the_lowest_mean_validation_loss_is_chosen():
+    trials = [trial(1e-3, 0, 0.5), trial(1e-3, 1, 0.7), trial(2e-3, 0, 0.4), trial(2e-3, 1, 1.4)]
+    trials += [trial(rate, seed, 1 / rate, "sinkhorn", 14) for rate in (1, 2, 4) for seed in (0, 1)]
+    found = select_lr.candidates(trials)
+    assert [candidate.rate for candidate in found[7, "softmax"]] == [1e-3, 2e-3]
+    assert found[7, "softmax"][0].loss == pytest.approx(0.6)
+    assert found[14, "sinkhorn"][0].rate == 4
+    table = yaml.safe_load(select_lr.as_yaml(found))["learning_rates"]
+    assert table == {"softmax": {"patch7": 1e-3}, "sinkhorn": {"patch14": 4}}
+    assert "# patch 7, softmax, seeds 0 1: 0.001: 0.6000 (50.0 %); 0.002: 0.9000 (50.0 %)" in select_lr.as_yaml(found)
+
+
+def test_rates_on_different_seeds_are_not_compared():
+    with pytest.raises(RunError, match="different seeds"):
+        select_lr.candidates([trial(1e-3, 0, 0.5), trial(2e-3, 1, 0.4)])
+
+
+def test_the_same_rate_twice():
+    with pytest.raises(RunError, match="two configurations"):
+        select_lr.candidates([trial(1e-3, 0, 0.5), trial(1e-3, 0, 0.4)])
+
+
+def test_from_runs(runs, rows, capsys):
+    """What is read is validation; the runs of the choice never saw the test split."""
+    for rate in ("1e-3", "1e-5"):
+        outcome = runs.start("experiment=mnist_patches_lr", f"optimizer.lr={rate}")
+        assert {row["split"] for row in rows(outcome.folder)} == {"train", "val"}
+        assert "test" not in outcome.result["best"]
+    (trial, other) = select_lr.read_trials(runs.folder / "mnist_patches_lr")
+    assert {trial.rate, other.rate} == {1e-3, 1e-5}
+    lowest = min(row["loss"] for row in rows(outcome.folder) if row["split"] == "val")
+    assert lowest in (trial.loss, other.loss)
+    assert select_lr.main([str(runs.folder / "mnist_patches_lr")]) == 0
+    table = yaml.safe_load(capsys.readouterr().out)["learning_rates"]
+    assert table == {"softmax": {"patch14": 1e-3}}
+
+
+def test_nothing_to_choose_from(tmp_path, capsys):
+    assert select_lr.main([str(tmp_path)]) == 1
+    assert "no finished run" in capsys.readouterr().err
