@@ -15,11 +15,11 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from .config import CONFIGS, register, resolve
 from .errors import RunError
-from .runners.run_dir import RunDir, train_command
+from .runners.run_dir import RUN_FOLDER, RunDir, process_rank, read_config, train_command
 
 register()
 
@@ -54,6 +54,9 @@ def execute(config: DictConfig, overrides: Sequence[str]) -> Outcome:
     from .runners import lightning
 
     plan = lightning.prepare(resolved, run)
+    if process_rank() > 0:
+        lightning.train(plan, run)
+        return Outcome(run.path, {}, False)
     facts = {"data": plan.data.facts(), "n_params": lightning.count_parameters(plan.module)}
     say(f"run: {run.path}")
     devices = lightning.device_names(plan.trainer)
@@ -79,9 +82,21 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
+def main() -> None:
+    """The command, or one of the further processes that Lightning starts with it for further devices.
+
+    Those take the configuration that the first process resolved and stored, whatever the command line says: it may be
+    that of a whole sweep.
+    """
+    if RUN_FOLDER in os.environ and process_rank() > 0:
+        config = read_config(Path(os.environ[RUN_FOLDER]))
+        execute(OmegaConf.create(config), [])
+    else:
+        _command()
+
+
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
-def main(config: DictConfig) -> None:
-    """The command."""
+def _command(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     overrides = list(hydra_config.overrides.task)
     if hydra_config.mode != RunMode.MULTIRUN:

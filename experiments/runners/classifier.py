@@ -113,7 +113,7 @@ class Classifier(L.LightningModule):
         self._evaluate(batch)
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.evaluation_metrics.values(), prog_bar=True, logger=False)
+        self.log_dict(self.evaluation_metrics.values(), prog_bar=True, logger=False, rank_zero_only=True)
 
     def on_test_epoch_start(self) -> None:
         self.evaluation_metrics.reset()

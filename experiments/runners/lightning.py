@@ -1,6 +1,7 @@
 """Trains and evaluates a run with Lightning: data, model, optimizer and schedule as the configuration names them."""
 
 import logging
+import os
 import signal
 import sys
 import warnings
@@ -25,7 +26,7 @@ from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
 from .classifier import Classifier
 from .recorder import Recorder, close_loggers, make_loggers
-from .run_dir import RunDir
+from .run_dir import RUN_FOLDER, RunDir
 
 Config = dict[str, Any]
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
@@ -145,11 +146,14 @@ def explained(section: str, values: Config) -> Iterator[None]:
 def train(plan: Plan, run: RunDir) -> dict[str, Any]:
     """Trains from the newest valid checkpoint, or from the start, and evaluates; returns what result.json is to hold.
 
+    Of several processes that train one run, the first alone writes and evaluates in the end; the others return {}.
+
     Raises:
         RunError: for a full disk.
         SystemExit: with `TERMINATED` after SIGTERM (a checkpoint has been saved), `INTERRUPTED` after Ctrl-C.
     """
-    with explain_full_disk(f"{run.path} stands at its last checkpoint"), _signals():
+    with explain_full_disk(f"{run.path} stands at its last checkpoint"), _signals(), _own_environment(run):
+        first = plan.trainer.is_global_zero
         loader = plan.data.train_loader(plan.config["seed"], plan.trainer.global_rank, plan.trainer.world_size)
         start = newest_valid(run.checkpoints)
         rows: list[dict[str, Any]] = []
@@ -160,13 +164,17 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             position = states[plan.checkpoints.state_key]["position"]
             assert isinstance(loader.sampler, BatchSampler)
             loader.sampler.start_at(position["epoch"], position["batch"])
-            run.note_resumed(step)
-            print(f"goes on from epoch {position['epoch']}, step {step}", file=sys.stderr)
-        loggers = make_loggers(plan.config, run.path, run.hash, step)
-        plan.trainer.loggers = loggers
-        plan.recorder.begin(rows, loggers)
+            if first:
+                run.note_resumed(step)
+                print(f"goes on from epoch {position['epoch']}, step {step}", file=sys.stderr)
+        if first:
+            loggers = make_loggers(plan.config, run.path, run.hash, step)
+            plan.trainer.loggers = loggers
+            plan.recorder.begin(rows, loggers)
         _fit(plan, loader, None if start is None else start[0])
-        return _evaluate_and_sum_up(plan, run)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        return _evaluate_and_sum_up(plan, run) if first else {}
 
 
 def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
@@ -260,12 +268,28 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
         ".*does not have many workers.*",
+        ".*when logging on epoch level in distributed setting.*",  # the metrics have been shared by then
         ".*your dataloader is not resumable.*",  # the sampler is put at the right batch (BatchSampler.start_at)
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*`isinstance.treespec, LeafSpec.` is deprecated.*",
         ".*You are using `torch.load` with `weights_only=.*",
     ):
         warnings.filterwarnings("ignore", message=message)
+
+
+@contextmanager
+def _own_environment(run: RunDir) -> Iterator[None]:
+    """Tells the run's folder to the processes that Lightning starts for further devices, and forgets them afterwards.
+
+    Lightning leaves LOCAL_RANK and the like behind, and would take them for those of the next run of a sweep.
+    """
+    before = dict(os.environ)
+    os.environ[RUN_FOLDER] = str(run.path)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager

@@ -88,12 +88,16 @@ class Recorder(Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Classifier)
         train, evaluated = pl_module.training_metrics.take(), pl_module.evaluation_metrics.take()
-        if not trainer.is_global_zero:
-            return
         epoch, step = trainer.current_epoch + 1, trainer.global_step
         seconds = time.perf_counter() - self._epoch_start
         for split, metrics in (("train", {**train, "lr": pl_module.last_rate}), (self.split, evaluated)):
-            self.add({"epoch": epoch, "step": step, "split": split, **metrics}, trainer.loggers)
+            row = {"epoch": epoch, "step": step, "split": split, **metrics}
+            if trainer.is_global_zero:
+                self.add(row, trainer.loggers)
+            else:  # every process knows the rows, by which the best epoch is chosen; the first one writes them
+                self.rows.append(row)
+        if not trainer.is_global_zero:
+            return
         timing = {
             "epoch": epoch,
             "step": step,

@@ -63,6 +63,8 @@ NOT_IDENTITY = (
     "trainer.strategy",
     "trainer.threads",
 )
+# Environment variable by which the first process of a run tells the run's folder to those that it starts.
+RUN_FOLDER = "SINKFORMER_RUN_FOLDER"
 PACKAGES = ("torch", "timm", "lightning", "torchmetrics", "hydra-core", "numpy", "sinkhorn-attention")
 
 
@@ -233,6 +235,14 @@ class RunDir:
             attempt = json.loads((self.path / "run.json").read_text(encoding="utf-8"))["attempts"][-1]
             return f" (process {attempt['pid']} on {attempt['host']}, since {attempt['started']})"
         return ""
+
+
+def process_rank() -> int:
+    """Which of the processes that train one run this is; 0 for the first and for one that is alone."""
+    for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if variable in os.environ:
+            return int(os.environ[variable])
+    return 0
 
 
 def read_config(folder: Path) -> dict[str, Any]:
