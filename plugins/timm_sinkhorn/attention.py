@@ -5,8 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
-from sinkhorn_attention.masks import CAUSAL_REFUSAL, split_attention_mask
+from sinkhorn_attention.masks import CAUSAL_FILL, CAUSAL_REFUSAL, split_attention_mask
 from sinkhorn_attention.normalizers import get_normalizer
 from timm.layers import Attention
 from torch import Tensor
@@ -50,9 +49,9 @@ class NormalizedAttention(Attention):
 
         Args:
             x: (B, N, C).
-            attn_mask: broadcastable to (B, heads, N, N); boolean, True keeps, or floating, added to the scores. One of
-                shape (B, 1, 1, N) is a key-padding mask, and the padded tokens are left out as queries too: the
-                attention gives 0 there, which leaves the bias of `proj`.
+            attn_mask: broadcastable to (B, heads, N, N); boolean, True keeps, or floating, added to the scores, where
+                -1e4 and less hides. One of shape (B, 1, 1, N) is a key-padding mask, and the padded tokens are left
+                out as queries too: the attention gives 0 there, which leaves the bias of `proj`.
             is_causal: must be False.
 
         Returns:
@@ -83,15 +82,15 @@ class NormalizedAttention(Attention):
         return self.proj_drop(self.proj(out))
 
 
-def as_support(attn_mask: Tensor | None) -> Tensor | None:
-    """Turns the lowest number of a floating mask's dtype, by which timm's NaFlex models hide padding, into -inf.
+def as_support(attn_mask: Tensor | None, lowest_bias: float = CAUSAL_FILL) -> Tensor | None:
+    """Turns entries of a floating mask that are too low for a bias, -1e4 and below, into -inf: no support.
 
-    Softmax makes nothing of such a score either way; a column step would restore a column that is low throughout.
+    Models hide tokens by -1e4, -1e9 or their dtype's lowest number, as timm's NaFlex models do. Softmax makes the same
+    of all of these; a column step would restore a column that is low throughout.
     """
     if attn_mask is None or not attn_mask.is_floating_point():
         return attn_mask
-    lowest = torch.full_like(attn_mask, -math.inf).nan_to_num()  # of finfo, TorchScript knows nothing
-    return attn_mask.masked_fill(attn_mask == lowest, -math.inf)
+    return attn_mask.masked_fill(attn_mask <= lowest_bias, -math.inf)
 
 
 class _ConfiguredClass(type):

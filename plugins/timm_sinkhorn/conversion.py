@@ -1,6 +1,7 @@
 """`convert`: another normalizer in the attention of a model that is already built."""
 
 import fnmatch
+import functools
 import inspect
 import re
 import warnings
@@ -72,7 +73,7 @@ def convert(
             candidates.append(name)
         elif type(module) in LEFT_BY_DESIGN:
             left[name] = LEFT_BY_DESIGN[type(module)]
-        elif _attends(module):
+        elif _attends(type(module)):  # type: ignore[arg-type]
             unknown[name] = module
             candidates.append(name)
     if not candidates:
@@ -99,16 +100,17 @@ def convert(
     return chosen
 
 
-def _attends(module: nn.Module) -> bool:
-    """Whether a module of a kind that is not known seems to hold an attention map, by its source."""
-    if isinstance(module, nn.MultiheadAttention):
+@functools.cache  # finding a class in its file takes long
+def _attends(kind: type[nn.Module]) -> bool:
+    """Whether modules of a kind that is not known seem to hold an attention map, by their source."""
+    if issubclass(kind, nn.MultiheadAttention):
         return True
-    if isinstance(module, NOT_ATTENTION) or type(module).__module__.startswith("torch."):
+    if issubclass(kind, NOT_ATTENTION) or kind.__module__.startswith("torch."):
         return False
     try:
-        source = inspect.getsource(type(module))
+        source = inspect.getsource(kind)
     except (OSError, TypeError):  # made in an interactive session: only its name is left to judge by
-        return "attn" in type(module).__name__.lower() or "attention" in type(module).__name__.lower()
+        return "attn" in kind.__name__.lower() or "attention" in kind.__name__.lower()
     return _ATTENDS.search(source) is not None
 
 

@@ -90,18 +90,23 @@ def test_agrees_with_the_reference_in_value_and_gradient(n_iters, options):
     assert (got[0] - softmax[0]).abs().max() > 1e-3
 
 
-def padding(as_float):
+#: How a mask hides: by False, or by what it adds to the scores.
+fills = pytest.mark.parametrize("fill", [None, -torch.inf, torch.finfo(torch.float64).min, -1e9, -1e4])
+
+
+def padding(fill=None):
+    """Right padding in the first sample, left padding in the second."""
     keep = torch.ones(B, 1, 1, N, dtype=torch.bool)
     keep[0, ..., 4:] = False
     keep[1, ..., :2] = False
-    return torch.zeros(keep.shape, dtype=torch.float64).masked_fill(~keep, -torch.inf) if as_float else keep
+    return keep if fill is None else torch.zeros(keep.shape, dtype=torch.float64).masked_fill(~keep, fill)
 
 
-@pytest.mark.parametrize("as_float", [False, True])
-def test_mask_polarity_is_timms(as_float):
+@fills
+def test_mask_polarity_is_timms(fill):
     theirs, ours, x = pair()
-    mask = padding(as_float)
-    keep = padding(False)[:, 0, 0]
+    mask = padding(fill)
+    keep = padding()[:, 0, 0]
     out, wanted = ours(x, attn_mask=mask), theirs(x, attn_mask=mask)
     torch.testing.assert_close(out[keep], wanted[keep])
     torch.testing.assert_close(out[~keep], ours.proj.bias.expand_as(out[~keep]))
@@ -125,11 +130,13 @@ def test_finite_bias_is_added():
     assert_same(value_and_gradients(five, x, attn_mask=bias), value_and_gradients(WrittenOut(five, 5, bias=bias), x))
 
 
-@pytest.mark.parametrize("as_float", [False, True])
+@fills
 @pytest.mark.parametrize("n_iters", [2, 7])
-def test_padded_result_is_that_of_the_unpadded_sample(n_iters, as_float):
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_padded_result_is_that_of_the_unpadded_sample(backend, n_iters, fill):
     _, ours, x = pair(n_iters)
-    out = ours(x, attn_mask=padding(as_float))
+    ours.normalizer.backend = backend
+    out = ours(x, attn_mask=padding(fill))
     for sample, real in enumerate([slice(0, 4), slice(2, N)]):
         torch.testing.assert_close(out[sample : sample + 1, real], ours(x[sample : sample + 1, real]))
 
@@ -150,7 +157,7 @@ def test_a_sample_with_nothing_valid_gives_zeros_and_finite_gradients():
 def test_integer_masks_are_refused():
     _, ours, x = pair()
     with pytest.raises(ValueError, match=r"attn_mask must be boolean .* or floating, got torch\.uint8"):
-        ours(x, attn_mask=padding(False).to(torch.uint8))
+        ours(x, attn_mask=padding().to(torch.uint8))
 
 
 def test_causal_attention_is_refused():

@@ -228,9 +228,11 @@ def ragged(size, valid):
     }
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_naflex_padding_takes_no_part_in_any_sum(checkpointing):
-    model, _ = converted("naflexvit", 7)
+def test_naflex_padding_takes_no_part_in_any_sum(checkpointing, backend):
+    model = FAMILIES["naflexvit"].create()
+    convert(model, "sinkhorn", n_iters=7, backend=backend)
     model.set_grad_checkpointing(checkpointing)
     wanted, out = model(ragged(6, 6)), model(ragged(9, 6))
     assert relative_difference(out, wanted) < 1e-5
@@ -430,12 +432,39 @@ def test_tiny_vit_keeps_no_bias_between_calls():
     assert model.train() is model
 
 
-def test_attention_dropout_acts_in_training_only():
-    model, _ = converted("vit", 3, attn_drop_rate=0.5)
-    images = VIT.images()
-    assert torch.equal(model(images), model(images))
-    model.train()
-    assert relative_difference(model(images), model(images)) > 1e-3
+@every_family
+def test_attention_dropout_acts_where_it_did_and_in_training_only(family):
+    """A probability of 1 drops every weight, without a draw: the models agree where both drop, and differ elsewhere."""
+    stock, images = FAMILIES[family].create(), FAMILIES[family].images()
+    model = FAMILIES[family].create()
+    names = convert(model, "sinkhorn", n_iters=1)
+    wanted = model(images)
+    dropping = 0
+    for each in (stock, model):
+        for name in names:
+            module = each.get_submodule(name)
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = False
+            if hasattr(module, "attn_drop"):
+                module.attn_drop.p = 1.0
+                module.train()
+                dropping += 1
+    assert relative_difference(model(images), stock(images)) < 1e-5
+    if dropping:
+        assert relative_difference(model(images), wanted) > 1e-3
+    else:
+        assert family in ("davit", "tiny_vit")
+    assert relative_difference(model.eval()(images), wanted) < 1e-6
+
+
+def test_swinv2_temperature_is_clamped_as_in_timm():
+    stock, model = grown("swinv2")
+    for each in (stock, model):
+        for name, parameter in each.named_parameters():
+            if name.endswith("logit_scale"):
+                nn.init.constant_(parameter, 6.0)  # exp(6) is above the bound of 100
+    images = FAMILIES["swinv2"].images().double()
+    assert relative_difference(model.double()(images), stock.double()(images)) < 1e-8
 
 
 def test_every_converted_class_extends_timms():
