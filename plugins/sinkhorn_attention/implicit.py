@@ -266,8 +266,8 @@ def _check_converged(plan: Tensor, n_iters: int) -> None:
     if off > CONVERGENCE_TOLERANCE:
         raise NotConvergedError(
             f"gradient='implicit' is the derivative at convergence, but after n_iters={n_iters} half-steps a {side} "
-            f"sum is off by {float(off):.1e} of its target (at most {CONVERGENCE_TOLERANCE:g}): raise n_iters, lower the "
-            "scale of the scores, or use gradient='unrolled'"
+            f"sum is off by {float(off):.1e} of its target (at most {CONVERGENCE_TOLERANCE:g}): raise n_iters, lower "
+            "the scale of the scores, or use gradient='unrolled'"
         )
 
 
