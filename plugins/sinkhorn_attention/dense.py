@@ -2,8 +2,8 @@
 
 Per chunk of heads the map K = exp(C - row max - column max) is made once; every half-step is then one matrix-vector
 product on a scaling vector, u = 1 / (K v) or v = (n_valid / m_valid) / (K^T u), and the coupling is diag(u) K diag(v).
-Saved for backward are the inputs, the output and the scaling vectors. Backward rebuilds K from the same operations. The
-derivative of the T half-steps adds a matrix of rank T to the one of softmax,
+Saved for backward are the inputs and the scaling vectors. Backward rebuilds K from the same operations. The derivative
+of the T half-steps adds a matrix of rank T to dO V^T,
 
     dL/dC = K * (diag(u_T) dO V^T diag(v_T) + A B^T),
 
@@ -308,7 +308,6 @@ def dense_attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor,
     row_scalings: Tensor,
     column_scalings: Tensor,
     in_log_domain: Tensor,
@@ -328,7 +327,7 @@ def dense_attention_backward(
     width = value.shape[-1]
     values = value.reshape(-1, m, width)
     keep = None if dropout_keep is None else dropout_keep.reshape(-1, n, m)
-    d_output, output = output_gradient.reshape(-1, n, width), output.reshape(-1, n, width)
+    d_output = output_gradient.reshape(-1, n, width)
     assert problem.query is not None
     assert problem.key is not None
     d_query, d_key, d_value = (  # contiguous, as the fake kernel promises, whatever the inputs' strides are
@@ -376,15 +375,15 @@ def dense_attention_backward(
         scaled_d_out, scaled_visible = d_out * last_u, visible * last_v
         kept = kernel if keep is None else kernel * dropout_factor(keep[heads], dropout_p, dtype)
         d_visible = torch.bmm(kept.transpose(1, 2), scaled_d_out).mul_(last_v)
-        row_sums = (d_out * output[heads]).sum(2).unsqueeze(1)
-        column_sums = (visible * d_visible).sum(2).unsqueeze(1)
+        d_scores = torch.bmm(scaled_d_out, scaled_visible.transpose(1, 2))
+        if keep is not None:
+            d_scores.mul_(dropout_factor(keep[heads], dropout_p, dtype))
+        # Summed from the very products that the correction is subtracted from, not from dO and the output: where the
+        # map is saturated the difference is nearly nothing, and rounding its terms in two ways would be all of it.
+        weighted = d_scores * kernel
+        row_sums, column_sums = weighted.sum(2).unsqueeze(1), weighted.sum(1, keepdim=True)
         left, right = scores_gradient(kernel, ratio, u, v, n_iters, row_sums, column_sums, detached)
-        if keep is None:  # the correction goes into the same product as dO V^T
-            left = torch.cat((scaled_d_out, left.transpose(1, 2)), 2)
-            d_scores = torch.bmm(left, torch.cat((scaled_visible, right.transpose(1, 2)), 2).transpose(1, 2))
-        else:
-            d_scores = torch.bmm(scaled_d_out, scaled_visible.transpose(1, 2))
-            d_scores.mul_(dropout_factor(keep[heads], dropout_p, dtype)).baddbmm_(left.transpose(1, 2), right)
+        d_scores.baddbmm_(left.transpose(1, 2), right)
         write(heads, d_scores.mul_(kernel), d_visible)
 
     with torch.autocast(device.type, enabled=False):
@@ -408,7 +407,7 @@ def dense_attention_backward(
 
 @dense_attention_backward.register_fake
 def _(output_gradient, query, key, value, *arguments):  # type: ignore[no-untyped-def]
-    attn_bias, bias_gradient = arguments[7], arguments[12]
+    attn_bias, bias_gradient = arguments[6], arguments[11]
     d_bias = attn_bias if bias_gradient and attn_bias is not None else query.new_empty(0, dtype=compute_dtype(query))
     return tuple(
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value, d_bias)
@@ -417,7 +416,7 @@ def _(output_gradient, query, key, value, *arguments):  # type: ignore[no-untype
 
 def _save_attention(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     query, key, value, n_iters, scale, detached, attn_bias, query_mask, key_mask, dropout_keep, dropout_p = inputs
-    ctx.save_for_backward(query, key, value, *output, attn_bias, query_mask, key_mask, dropout_keep)
+    ctx.save_for_backward(query, key, value, *output[1:], attn_bias, query_mask, key_mask, dropout_keep)
     ctx.settings = n_iters, scale, detached
     ctx.dropout_p = dropout_p
     ctx.set_materialize_grads(False)
@@ -426,8 +425,8 @@ def _save_attention(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def
 def _attention_backward(ctx, output_gradient, *_):  # type: ignore[no-untyped-def]
     if output_gradient is None:
         return (None,) * 11
-    query, key, value, output, u, v, in_log_domain, attn_bias, query_mask, key_mask, dropout_keep = ctx.saved_tensors
-    tensors = query, key, value, output, u, v, in_log_domain
+    query, key, value, u, v, in_log_domain, attn_bias, query_mask, key_mask, dropout_keep = ctx.saved_tensors
+    tensors = query, key, value, u, v, in_log_domain
     masks = attn_bias, query_mask, key_mask, dropout_keep
     d_query, d_key, d_value, d_bias = dense_attention_backward(
         output_gradient, *tensors, *ctx.settings, *masks, ctx.dropout_p, ctx.needs_input_grad[6]

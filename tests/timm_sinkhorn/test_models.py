@@ -215,11 +215,13 @@ def test_catsdogs_is_the_published_model(golden, suffix, n_iters):
     images = torch.sin(0.9 * j + 0.05 * (j % 97) ** 1.5).float().reshape(2, 3, 64, 64).requires_grad_()
     wanted = golden[f"catsdogs64_{suffix}"]
     torch.testing.assert_close(model(images), torch.tensor(wanted["out"]), rtol=1e-5, atol=0)
-    # These maps are saturated: in float32 rounding alone moves the gradient's norm by up to 0.7 %, softmax's by 0.2 %.
-    out = copy.deepcopy(model).double()(images.double())
-    weight = torch.tensor([[1, -0.5], [0.3, 0.7]], dtype=torch.float64)
-    (grad,) = torch.autograd.grad((out * weight).sum(), images)
-    assert grad.norm().item() == pytest.approx(wanted["grad_norm"], rel=3e-4)
+    weight = torch.tensor([[1, -0.5], [0.3, 0.7]])
+    (grad,) = torch.autograd.grad((model(images) * weight).sum(), images)
+    assert grad.norm().item() == pytest.approx(wanted["grad_norm"], rel=2e-3)
+    # These maps are saturated, and float32 shows it; the arithmetic itself is held to more in float64.
+    (exact,) = torch.autograd.grad((copy.deepcopy(model).double()(images.double()) * weight).sum(), images)
+    assert exact.norm().item() == pytest.approx(wanted["grad_norm"], rel=3e-4)
+    assert (grad - exact).norm() <= 1e-3 * exact.norm()
 
     captured = []
     model.blocks[0].attn.qkv.register_forward_hook(lambda module, args, output: captured.append(output))
