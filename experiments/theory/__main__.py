@@ -53,8 +53,10 @@ def _main(words: list[str], console: Console) -> int:
         raise RunError(f"name one check: {', '.join(NAMES)}, or all ({got}); options follow as key=value")
     names = list(NAMES) if words[0] == "all" else [words[0]]
     # All options are read before anything runs: a mistake shows at once.
+    if words[0] == "all":
+        parse(Options, words[1:], "all")  # only what every check knows
     modules = [load(name) for name in names]
-    prepared = [parse(options_of(module), words[1:], words[0]) for module in modules]
+    prepared = [parse(options_of(module), words[1:], name) for name, module in zip(names, modules, strict=True)]
     rows: list[tuple[str, Statement]] = []
     for name, module, options in zip(names, modules, prepared, strict=True):
         start = time.perf_counter()

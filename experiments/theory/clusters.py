@@ -202,8 +202,8 @@ def run(options: ClustersOptions) -> Result:
             0.0,
         ),
         at_least(
-            f"The colder, the more clusters at t = {options.seen_at:g} under softmax: those at beta = {last:g} less those "
-            f"at {first:g}",
+            f"The colder, the more clusters at t = {options.seen_at:g} under softmax: those at beta = {last:g} less "
+            f"those at {first:g}",
             counts["softmax"][-1][0] - counts["softmax"][0][0],
             1.0,
         ),
@@ -242,7 +242,7 @@ def run(options: ClustersOptions) -> Result:
     grown = (plane[-1].var(0) / x.var(0)).tolist()
     statements += [
         vanishes(
-            "Under Sinkhorn the variance along an eigenvector changes by -(v/n) sum K_ij |<e, x_i - x_j>|^2: difference",
+            "Under Sinkhorn the variance along an eigenvector changes by -(v/n) sum K_ij <e, x_i - x_j>^2: difference",
             (change - predicted).abs().max(),
             1e-10,
         ),
@@ -255,7 +255,7 @@ def run(options: ClustersOptions) -> Result:
     ends, kernels = {}, {}
     for name in ("softmax", "sinkhorn"):
         y = line
-        for _ in range(60):
+        for _ in range(100):
             y = runge_kutta(lambda z, kind=name: field_in_space(z, torch.ones(1, 1).double(), kind, 401), y, 0.05)  # type: ignore[misc]
         ends[name], kernels[name] = y, attention_map(y @ y.T, name, 401)
         table.append({"normalisation": name, "clusters on the line": _distinct_rows(kernels[name])})
@@ -266,7 +266,7 @@ def run(options: ClustersOptions) -> Result:
             3.0,
         ),
         equals(
-            "From even distances every token leads itself under Sinkhorn, the map tends to the identity: least diagonal entry",
+            "Under Sinkhorn every token leads itself, the map tends to the identity: least diagonal entry at t = 5",
             kernels["sinkhorn"].diagonal().min(),
             1.0,
             0.05,

@@ -2,11 +2,11 @@ r"""What depth does to the tokens: rank collapse with and without skip connectio
 
 Without skip connections attention X <- K(X) X W drives the residual R = X - 1 mean(X)^T to 0 doubly exponentially (Dong
 et al. 2021), because one layer takes it to its third power: row terms and, for Sinkhorn, column terms of the scores do
-nothing, and what is left of them, R A R^T, is of second order. To leading order, with scores X A X^T and Sigma = R^T R / n,
+nothing, and what is left of them, R A R^T, is of second order. To leading order, scores X A X^T, Sigma = R^T R / n,
 
     residual of K(X) X  =  R A Sigma + O(|R|^4).
 
-By Proposition 1 Sinkhorn's map does not see where the cloud lies, and it keeps the cloud's mean; softmax's does neither.
+By Proposition 1 Sinkhorn's map does not see where the cloud lies, and it keeps the cloud's mean. Softmax does neither.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def leading_residual(x: Tensor, a: Tensor) -> Tensor:
 def through_layers(
     x: Tensor, matrices: Tensor, values: Tensor, normalisation: str, skip: bool, n_iters: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Tokens after 0..L layers X <- K(X) X W, or X <- X + K(X) X W with skip connections, and the maps of the layers."""
+    """Tokens after 0..L layers X <- K(X) X W, or X <- X + K(X) X W with skip connections, and the maps."""
     tokens, maps = [x], []
     for a, w in zip(matrices, values, strict=True):
         k = attention_map(tokens[-1], a, normalisation, n_iters)
@@ -171,7 +171,7 @@ def run(options: RankAndDepthOptions) -> Result:
             1e-8,
         ),
         at_most(
-            "Over the stack with skip connections Sinkhorn's columns are nearer 1 than softmax's: largest ratio of errors",
+            "With skip connections Sinkhorn's columns are nearer 1 than softmax's in each layer: largest ratio of errors",
             max(s / max(t, 1e-16) for s, t in zip(columns["sinkhorn", True], columns["softmax", True], strict=True)),
             1.0,
         ),

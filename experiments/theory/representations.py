@@ -42,7 +42,7 @@ class RepresentationsOptions(Options):
     width: int = 32
     n_train: int = 1000
     n_look: int = 300
-    looks: list[int] = field(default_factory=lambda: [0, 20, 60, 150])
+    looks: list[int] = field(default_factory=lambda: [0, 10, 40, 100])
     data: str = "data"
 
     def check(self) -> None:
@@ -129,7 +129,7 @@ def run(options: RepresentationsOptions) -> Result:
     start, end = by_place[0, top], by_place[options.looks[-1], top]
     statements = [
         vanishes(
-            "GULP's closed form is the mean over inputs of the ridge predictors' worst disagreement: relative difference",
+            "GULP's closed form is the mean over inputs of ridge predictors' worst disagreement: relative difference",
             gulp(a, b, ridge) / gulp_by_predictors(a, b, ridge) - 1,
             1e-8,
         ),

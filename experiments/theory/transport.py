@@ -12,6 +12,7 @@ one half-step. With the clouds' roles exchanged from layer to layer, L layers ar
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import ot
@@ -150,9 +151,7 @@ def run(options: TransportOptions) -> Result:
         ),
         at_most(
             "Its distance falls with the temperature: largest rise from one eps to the next",
-            max(later - earlier for earlier, later in zip(errors, errors[1:], strict=False))
-            if len(errors) > 1
-            else 0.0,
+            max(later - earlier for earlier, later in pairwise(errors)) if len(errors) > 1 else 0.0,
             0.0,
         ),
     ]
