@@ -1,7 +1,7 @@
 """Chooses learning rates on validation: `python -m experiments.select_lr runs/mnist_patches_lr`.
 
-Reads the validation rows of finished runs and nothing else. For each patch size and attention the rate with the lowest
-validation loss is chosen: of each run the lowest of its epochs, then the mean over the seeds, the same for every rate.
+Reads the validation rows of finished runs and nothing else. For each attention, and each patch size where the model has
+patches, the rate with the lowest validation loss is chosen: of each run the lowest of its epochs, then the mean over the seeds, the same for every rate.
 """
 
 import argparse
@@ -12,20 +12,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from .errors import RunError
 from .runners.run_dir import read_config
 
-Cell = tuple[int, str]
+Cell = tuple[int | None, str]
 
 
 @dataclass(frozen=True)
 class Trial:
     """One run's best validation loss, and its best validation accuracy."""
 
-    patch_size: int
+    patch_size: int | None
     attention: str
     rate: float
     seed: int
@@ -52,7 +53,7 @@ def read_trials(folder: Path) -> list[Trial]:
         rows = [row for row in map(json.loads, lines) if row["split"] == "val"]
         trials.append(
             Trial(
-                config["model"]["patch_size"],
+                config["model"].get("patch_size"),
                 config["attention"]["name"],
                 config["optimizer"]["lr"],
                 config["seed"],
@@ -64,7 +65,7 @@ def read_trials(folder: Path) -> list[Trial]:
 
 
 def candidates(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
-    """All rates of each (patch size, attention), the chosen one first.
+    """All rates of each (patch size or None, attention), the chosen one first.
 
     Raises:
         RunError: where a rate was tried on other seeds than its rivals, so that their means cannot be compared.
@@ -73,18 +74,21 @@ def candidates(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
     for trial in trials:
         if cells[trial.patch_size, trial.attention][trial.rate].setdefault(trial.seed, trial) != trial:
             raise RunError(
-                f"patch size {trial.patch_size}, {trial.attention}, rate {trial.rate:g}, seed {trial.seed} was run "
-                "with two configurations: remove one of the folders"
+                f"{_words((trial.patch_size, trial.attention))}, rate {trial.rate:g}, seed {trial.seed} was run with two "
+                "configurations: remove one of the folders"
             )
     found = {}
     for cell, rates in cells.items():
         seeds = {tuple(sorted(by_seed)) for by_seed in rates.values()}
         if len(seeds) > 1:
-            raise RunError(
-                f"patch size {cell[0]}, {cell[1]}: its rates were tried on different seeds; finish the sweep"
-            )
+            raise RunError(f"{_words(cell)}: its rates were tried on different seeds; finish the sweep")
         found[cell] = sorted((_means(rate, list(by_seed.values())) for rate, by_seed in rates.items()), key=_loss)
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items(), key=lambda item: (item[0][0] or 0, item[0][1])))
+
+
+def _words(cell: Cell) -> str:
+    patch_size, attention = cell
+    return attention if patch_size is None else f"patch {patch_size}, {attention}"
 
 
 def _means(rate: float, trials: Sequence[Trial]) -> Candidate:
@@ -99,13 +103,16 @@ def _loss(candidate: Candidate) -> float:
 
 def as_yaml(cells: dict[Cell, list[Candidate]]) -> str:
     """The table `learning_rates` for an experiment's file, the numbers of the choice as comments."""
-    table: dict[str, dict[str, float]] = defaultdict(dict)
+    table: dict[str, Any] = {}
     lines = []
     for (patch_size, attention), tried in cells.items():
-        table[attention][f"patch{patch_size}"] = tried[0].rate
+        if patch_size is None:
+            table[attention] = tried[0].rate
+        else:
+            table.setdefault(attention, {})[f"patch{patch_size}"] = tried[0].rate
         numbers = "; ".join(f"{c.rate:g}: {c.loss:.4f} ({100 * c.accuracy:.1f} %)" for c in sorted(tried, key=_rate))
-        lines.append(f"  # patch {patch_size}, {attention}, seeds {' '.join(map(str, tried[0].seeds))}: {numbers}")
-    chosen = yaml.safe_dump(dict(table), sort_keys=False)
+        lines.append(f"  # {_words((patch_size, attention))}, seeds {' '.join(map(str, tried[0].seeds))}: {numbers}")
+    chosen = yaml.safe_dump(table, sort_keys=False)
     head = "learning_rates:\n  # rate: mean of the lowest validation loss (of the highest validation accuracy)\n"
     return head + "\n".join(lines) + "\n" + "".join(f"  {line}\n" for line in chosen.splitlines())
 

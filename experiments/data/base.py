@@ -41,13 +41,27 @@ class BatchSampler(Sampler[list[SampleKey]]):
         shuffle: a new order each epoch, from (seed, epoch); otherwise 0, 1, 2, ...
         rank: this process.
         world_size: number of processes.
+        drop_trailing: leaves out the batch that reaches the end, even a full one, as the published ModelNet40 code
+            does.
+
+    Raises:
+        ValueError: where that leaves no batch.
     """
 
     def __init__(
-        self, size: int, batch_size: int, seed: int = 0, shuffle: bool = False, rank: int = 0, world_size: int = 1
+        self,
+        size: int,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_trailing: bool = False,
     ) -> None:
+        if drop_trailing and size <= batch_size:
+            raise ValueError(f"drop_trailing leaves nothing of {size} samples in batches of {batch_size}")
         self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.drop_trailing = rank, world_size, drop_trailing
         self.epoch = 0
         self._start = (0, 0)
 
@@ -61,7 +75,7 @@ class BatchSampler(Sampler[list[SampleKey]]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return -(-self.size // self.batch_size)
+        return (self.size - 1) // self.batch_size + (not self.drop_trailing)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         epoch, (start_epoch, start) = self.epoch, self._start
@@ -84,13 +98,19 @@ class DataModule(ABC):
         eval_batch_size: samples of an evaluation step.
         num_workers: processes that load, 0 for none; changes nothing but speed.
         train_on: the splits that are trained on.
+        drop_trailing: leaves out the batch that reaches the end of a split: see `BatchSampler`.
     """
 
     name: str
     num_classes: int
 
     def __init__(
-        self, batch_size: int, eval_batch_size: int, num_workers: int = 0, train_on: Sequence[str] = ("train",)
+        self,
+        batch_size: int,
+        eval_batch_size: int,
+        num_workers: int = 0,
+        train_on: Sequence[str] = ("train",),
+        drop_trailing: bool = False,
     ) -> None:
         for key, value, least in (
             ("batch_size", batch_size, 1),
@@ -102,7 +122,7 @@ class DataModule(ABC):
         if not train_on or not set(train_on) <= set(SPLITS):
             raise ValueError(f"train_on must list splits out of {', '.join(SPLITS)}; got {train_on}")
         self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
-        self.train_on = tuple(train_on)
+        self.train_on, self.drop_trailing = tuple(train_on), drop_trailing
 
     @abstractmethod
     def dataset(self, splits: Sequence[str], augment: bool = False) -> "Dataset[Batch]":
@@ -125,12 +145,12 @@ class DataModule(ABC):
     def train_loader(self, seed: int, rank: int = 0, world_size: int = 1) -> "DataLoader[Batch]":
         """Batches to train on; its `sampler` is a `BatchSampler`."""
         size = sum(self.sizes[split] for split in self.train_on)
-        sampler = BatchSampler(size, self.batch_size, seed, True, rank, world_size)
+        sampler = BatchSampler(size, self.batch_size, seed, True, rank, world_size, self.drop_trailing)
         return self._loader(self.dataset(self.train_on, augment=True), sampler)
 
     def eval_loader(self, split: str, rank: int = 0, world_size: int = 1) -> "DataLoader[Batch]":
-        """Batches of a split in its own order, every sample once."""
-        sampler = BatchSampler(self.sizes[split], self.eval_batch_size, 0, False, rank, world_size)
+        """Batches of a split in its own order, every sample once, or, with `drop_trailing`, all but the last batch."""
+        sampler = BatchSampler(self.sizes[split], self.eval_batch_size, 0, False, rank, world_size, self.drop_trailing)
         return self._loader(self.dataset([split]), sampler)
 
     def _loader(self, dataset: "Dataset[Batch]", sampler: BatchSampler) -> "DataLoader[Batch]":

@@ -138,6 +138,7 @@ class CloudData(DataModule):
         eval_batch_size: see `DataModule`.
         num_workers: see `DataModule`.
         train_on: see `DataModule`.
+        drop_trailing: see `DataModule`.
 
     Raises:
         FileNotFoundError: where the file is not there or cannot be read.
@@ -161,8 +162,9 @@ class CloudData(DataModule):
         eval_batch_size: int,
         num_workers: int,
         train_on: Sequence[str],
+        drop_trailing: bool = False,
     ) -> None:
-        super().__init__(batch_size, eval_batch_size, num_workers, train_on)
+        super().__init__(batch_size, eval_batch_size, num_workers, train_on, drop_trailing)
         stored = read_report(path)
         if stored is None:
             raise FileNotFoundError(f"data={self.name}: {path} is not there or damaged: {missing}")

@@ -1,4 +1,4 @@
-"""Sorts an experiment's runs into cells, and holds each cell against its softmax baseline."""
+"""Sorts an experiment's runs into cells, and holds each cell against its baseline."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from .statistics import Comparison, Observation, Summary, Verdict, compare, judg
 # a comparison without making them different questions.
 TUNED = "optimizer."
 FAR_BELOW = 0.10
+# Spellings that capitalising does not give.
+NAMES = {"softmax": "softmax", "pct": "PCT's own"}
 
 
 class Measure(Enum):
@@ -41,15 +43,19 @@ class Attention:
     @property
     def label(self) -> str:
         """Words for tables and figures."""
-        words = [self.name if self.name == "softmax" else self.name.capitalize()]
+        words = [NAMES.get(self.name, self.name.capitalize())]
         if self.n_iters is not None:
             words.append(f"{self.n_iters} half-step{'' if self.n_iters == 1 else 's'}")
         words += [f"{name}={value}" for name, value in self.options]
         return ", ".join(words)
 
     def is_softmax(self) -> bool:
-        """Whether this is the baseline: softmax, or one half-step of Sinkhorn, which is the same map."""
+        """Whether this is softmax, by name or as one half-step of Sinkhorn, which is the same map."""
         return self.name == "softmax" or (self.name == "sinkhorn" and self.n_iters == 1)
+
+    def is_baseline(self) -> bool:
+        """Whether others are held against this: softmax, or the Point Cloud Transformer's own normalisation."""
+        return self.name == "pct" or self.is_softmax()
 
 
 @dataclass(frozen=True)
@@ -278,9 +284,10 @@ def _value_order(value: Setting) -> tuple[int, float, str]:
     return 1, 0.0, str(value)
 
 
-def _attention_order(attention: Attention) -> tuple[bool, bool, str, int, str]:
-    softmax = attention.name == "softmax"
-    return not softmax, not attention.is_softmax(), attention.name, attention.n_iters or 0, str(attention.options)
+def _attention_order(attention: Attention) -> tuple[int, str, int, str]:
+    name = attention.name
+    rank = ("pct", "softmax").index(name) if name in ("pct", "softmax") else 3 - attention.is_softmax()
+    return rank, name, attention.n_iters or 0, str(attention.options)
 
 
 def _varying_options(runs: Sequence[Run]) -> set[tuple[str, str]]:
@@ -308,6 +315,6 @@ def _attention(run: Run, varying: set[tuple[str, str]]) -> Attention:
 
 
 def _baseline(cell: Cell, cells: Sequence[Cell]) -> Cell | None:
-    """The softmax cell at the same place, or else the one of one half-step."""
-    candidates = [other for other in cells if other.place == cell.place and other.attention.is_softmax()]
+    """At the same place the cell of the model's own normalisation, or else of softmax, or else of one half-step."""
+    candidates = [other for other in cells if other.place == cell.place and other.attention.is_baseline()]
     return min(candidates, key=lambda other: _attention_order(other.attention)) if candidates else None

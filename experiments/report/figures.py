@@ -55,7 +55,7 @@ def draw(results: Results, measure: Measure) -> Figure:
             _panel(axes, cells, results, measure)
             rest = zip(results.axes[1:], panels[index], strict=True)
             axes.set_title(
-                _plain(", ".join(f"{axis_label(axis)} {place_label(axis, value)}" for axis, value in rest)), fontsize=11
+                plain(", ".join(f"{axis_label(axis)} {place_label(axis, value)}" for axis, value in rest)), fontsize=11
             )
         for axes in grid[:, 0]:
             axes.set_ylabel("test accuracy")
@@ -117,11 +117,11 @@ def _panel(axes: Axes, cells: Sequence[Cell], results: Results, measure: Measure
         values = [results.shown(cell, measure).values for cell in ours]
         _line(axes, x, values, colour, MARKERS[index % len(MARKERS)], attention)
     if swept:
-        axes.set_xticks(range(len(places)), [_plain(place_label(results.axes[0], place)) for place in places])
-        axes.set_xlabel(_plain(axis_label(results.axes[0])))
+        axes.set_xticks(range(len(places)), [plain(place_label(results.axes[0], place)) for place in places])
+        axes.set_xlabel(plain(axis_label(results.axes[0])))
         axes.set_xlim(-0.6, len(places) - 0.4)
     else:
-        axes.set_xticks(range(len(attentions)), [_plain(attention.label) for attention in attentions])
+        axes.set_xticks(range(len(attentions)), [plain(attention.label) for attention in attentions])
         axes.set_xlim(-0.6, len(attentions) - 0.4)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
@@ -140,12 +140,12 @@ def _line(
     axes.vlines(at, low, high, color=colour, alpha=0.45, linewidth=1.2)
     for place, numbers in filled:
         axes.scatter([place] * len(numbers), numbers, s=14, marker=marker, color=colour, alpha=0.55, linewidth=0)
-    axes.plot(at, means, color=colour, marker=marker, markersize=7, linewidth=1.8, label=_plain(attention.label))
+    axes.plot(at, means, color=colour, marker=marker, markersize=7, linewidth=1.8, label=plain(attention.label))
     lost = [place for place, numbers, kept in zip(x, values, finite, strict=True) if len(kept) < len(numbers)]
     if lost:  # a line without points would still be given room by the layout
         axes.plot(lost, [0.02] * len(lost), "x", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """A dollar sign in a name is not mathematics."""
     return text.replace("$", r"\$")

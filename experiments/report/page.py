@@ -8,9 +8,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..files import write_atomic
-from . import figures, tables
+from . import curves, figures, tables
 from .cells import FAR_BELOW, Cell, Measure, Results, axis_label, place_label
 from .collect import Run, path_words
+from .curves import read_curves
 from .published import PublishedResult
 from .statistics import PAIRS_FOR_A_BOOTSTRAP, PAIRS_FOR_A_WINNER, Outcome
 
@@ -56,6 +57,16 @@ def write_report(results: Results, published: Sequence[PublishedResult], folder:
         )
         files[f"{stem}.svg"] = figures.svg_file(figure)
         files[f"{stem}.png"] = figures.png(figure)
+    drawn = read_curves(results)
+    for group in drawn:
+        figure, stem = curves.draw(group, results), f"curves_{group.split}"
+        pictures.append(
+            (group.caption(), Markup(figures.svg(figure, f"{results.experiment}, {group.quantity}", group.caption())))
+        )
+        files[f"{stem}.svg"] = figures.svg_file(figure)
+        files[f"{stem}.png"] = figures.png(figure)
+    if drawn:
+        files["curves.csv"] = tables.curves_csv(results, drawn)
     files["cells.csv"] = tables.cells_csv(results)
     files["differences.csv"] = tables.contests_csv(results)
     files["runs.csv"] = tables.runs_csv(results)
@@ -102,7 +113,7 @@ def verdict_lines(results: Results) -> list[str]:
         cells = "; ".join(f"{cell.attention.label} {_where(results, cell)}".strip() for cell in results.alone)
         lines.append(f"No softmax runs to compare with: {cells}.")
     if len({cell.attention for cell in results.cells}) == 1 and not results.alone:
-        lines.append("Only softmax was run: there is nothing to compare.")
+        lines.append(f"Only {results.attentions[0].label} was run: there is nothing to compare.")
     return lines
 
 

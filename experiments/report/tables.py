@@ -11,6 +11,7 @@ from rich.text import Text
 
 from .cells import TUNED, Cell, Contest, Measure, Results, axis_label, place_label
 from .collect import Setting, path_words
+from .curves import Curves, as_rows
 from .published import PublishedResult
 from .statistics import PAIRS_FOR_A_BOOTSTRAP, Interval, Outcome
 
@@ -75,7 +76,7 @@ def cell_table(results: Results, measure: Measure) -> Table:
 
 
 def contest_table(results: Results, measure: Measure) -> Table:
-    """Each cell's difference from its softmax baseline, in percentage points, paired by seed."""
+    """Each cell's difference from its baseline, in percentage points, paired by seed."""
     contests = [contest for contest in results.contests if contest.measure is measure]
     family = contests[0].verdict.family if contests else 0
     bootstrap = any(contest.comparison.n >= PAIRS_FOR_A_BOOTSTRAP for contest in contests)
@@ -195,6 +196,16 @@ def contests_csv(results: Results) -> str:
         lists = (comparison.seeds, comparison.only_candidate, comparison.only_baseline, comparison.other_split)
         rows.append([*row, *(" ".join(map(str, seeds)) for seeds in (*lists, comparison.diverged))])
     return _csv(header, rows)
+
+
+def curves_csv(results: Results, curves: Sequence[Curves]) -> str:
+    """One line per cell and epoch: quartiles of the error over the cell's runs, fractions with all digits."""
+    header = [*results.axes, "attention", "n_iters", "options", "split", "epoch", "n", "first_quartile", "median"]
+    rows = [
+        [*curve.cell.place, *_attention(curve.cell), group.split, epoch, n, *map(_number, quartiles)]
+        for group, curve, epoch, n, quartiles in as_rows(curves)
+    ]
+    return _csv([*header, "third_quartile"], rows)
 
 
 def runs_csv(results: Results) -> str:
