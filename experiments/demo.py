@@ -9,9 +9,11 @@ import contextlib
 import io
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +82,7 @@ def work(overrides: list[str]) -> str | None:
         except RunError as error:
             return str(error)
         except (KeyboardInterrupt, SystemExit):
-            return "stopped"
+            os._exit(1)  # the checkpoint is saved; this process must not begin with the next run of its queue
     return None
 
 
@@ -118,6 +120,8 @@ def train_all(waiting: Sequence[Job], workers: int, console: Console) -> list[st
                     progress.update(bar, completed=sum(job.epochs_done() for job in ours))
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()  # at SIGTERM a run saves a checkpoint and ends
             raise
     return failures
 
@@ -153,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="further overrides for all runs, such as paths.runs=/elsewhere")
     options = parser.parse_args(arguments)
     console = Console(stderr=True, highlight=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: workers must not be left behind
     if options.workers < 1:
         console.print(f"error: --workers must be at least 1; got {options.workers}")
         return 1
@@ -166,6 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failures = train_all(waiting, options.workers, console) if waiting else []
     except RunError as error:
         console.print(f"error: {error}", soft_wrap=True)
+        return 1
+    except BrokenProcessPool:
+        console.print("error: a worker process was killed; the same command goes on from the last checkpoints")
         return 1
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from the last checkpoints")

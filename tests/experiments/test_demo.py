@@ -1,10 +1,17 @@
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from experiments import demo
 
+ROOT = Path(__file__).parents[2]
 TINY = ["data.val_size=200", "data.test_size=4400", "trainer.max_epochs=2", "trainer.accelerator=cpu"]
 
 
@@ -71,3 +78,23 @@ def test_bad_arguments(capfd):
     words = capfd.readouterr().err
     assert "--workers must be at least 1; got 0" in words
     assert "nonsense" in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_with_its_workers(runs, overrides, signum):
+    """The workers end too, each with a checkpoint, and the demo goes on from there the next time."""
+    arguments = [sys.executable, "-m", "experiments.demo", "--workers", "1", *overrides, "trainer.max_epochs=5000"]
+    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while not list(runs.folder.glob("*/*/checkpoints/*.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signum)
+    _, words = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert "stopped; the same command goes on from the last checkpoints" in words
+    (folder,) = runs.folders()
+    card = json.loads((folder / "run.json").read_text())
+    assert card["state"] == "interrupted"
+    with pytest.raises(ProcessLookupError):
+        os.kill(card["attempts"][0]["pid"], 0)
