@@ -1,0 +1,20 @@
+"""Sinkhorn attention for fairseq: a `--user-dir`, or an installed package whose import registers the same models.
+
+fairseq-train ... --user-dir plugins/fairseq_sinkhorn --arch sinkformer_iwslt_de_en --sinkhorn-iters 3
+"""
+
+from . import compat
+from .attention import SinkhornMultiheadAttention
+from .encoder import SinkformerEncoder, SinkformerEncoderLayer
+from .options import AttentionOptions
+from .translation import SinkformerModel
+
+compat.allow_checkpoint_types()
+
+__all__ = [
+    "AttentionOptions",
+    "SinkformerEncoder",
+    "SinkformerEncoderLayer",
+    "SinkformerModel",
+    "SinkhornMultiheadAttention",
+]
