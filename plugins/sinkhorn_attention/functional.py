@@ -7,13 +7,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .dense import compute_dtype, dense_attention, dense_coupling, dropout_factor
+from .implicit import implicit_attention
 from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
 from .reference import sinkhorn_attention_reference
 
 BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
 BUILT_BACKENDS = ("reference", "dense")
 GRADIENTS = ("unrolled", "detached", "implicit")
-BUILT_GRADIENTS = ("unrolled", "detached")
+BUILT_GRADIENTS = ("unrolled", "detached", "implicit")
 
 
 def sinkhorn(
@@ -77,7 +78,8 @@ def sinkhorn_attention(
         key_mask: (m,) or (..., m), likewise.
         dropout_p: probability of dropping an entry of the final map, without renormalising.
         gradient: "unrolled" is the exact derivative of the half-steps; "detached" takes the column potential for a
-            constant, as the published sentiment code does; "implicit", the derivative at convergence, is not built yet.
+            constant, as the published sentiment code does; "implicit" is the derivative at convergence, whatever the
+            backend (see implicit.py; a backward pass on the CPU raises where the half-steps have not converged).
         backend: "auto", "reference" or "dense"; "streaming" and "triton" are not built yet.
 
     Returns:
@@ -107,6 +109,10 @@ def sinkhorn_attention(
     if dropout_p > 0:
         dropout_keep = torch.empty(*lead, n, m, dtype=torch.bool, device=query.device).bernoulli_(1 - dropout_p)
     masks = attn_bias, query_mask, key_mask, dropout_keep
+    if gradient == "implicit":
+        refuse_transforms(query, key, value, attn_bias)
+        dropout_mask = None if dropout_keep is None else dropout_factor(dropout_keep, dropout_p, compute_dtype(query))
+        return implicit_attention(query, key, value, n_iters, scale, *masks[:3], dropout_mask).to(dtype)
     if backend == "reference":
         return in_reference(query, key, value, n_iters, scale, gradient, *masks, dropout_p)
     refuse_transforms(query, key, value, attn_bias)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sinkhorn_attention import dense, implicit
+from sinkhorn_attention import dense, implicit, sinkhorn_attention
 from sinkhorn_attention.implicit import NotConvergedError, implicit_attention, implicit_coupling
 from sinkhorn_attention.reference import sinkhorn_attention_reference, sinkhorn_reference
 from torch import Tensor
@@ -241,3 +241,22 @@ def test_the_operators_meet_the_contract_of_custom_operators() -> None:
     torch.library.opcheck(implicit.implicit_sinkhorn, (scores, 65), test_utils=checks)
     plan = sinkhorn_reference(scores.detach(), 65)
     torch.library.opcheck(implicit.implicit_sinkhorn_backward, (normal(2, 4, 5, seed=1), plan, 65), test_utils=checks)
+
+
+@pytest.mark.parametrize("backend", ["auto", "dense", "reference"])
+def test_the_operator_offers_it_on_every_backend(backend: str) -> None:
+    """Value and gradient of sinkhorn_attention(..., gradient="implicit") against the unrolled operator."""
+    inputs = [normal(2, 3, *shape, seed=i) for i, shape in enumerate([(6, 4), (8, 4), (8, 5)])]
+    options = {"key_mask": random_mask(2, 1, 8), "attn_bias": normal(6, 8, seed=4)}
+    got, want = (
+        value_and_gradients(
+            lambda q, k, v, kind=kind: sinkhorn_attention(q, k, v, 501, gradient=kind, backend=backend, **options),
+            inputs,
+        )
+        for kind in ("implicit", "unrolled")
+    )
+    torch.testing.assert_close(got[0], want[0], atol=1e-12, rtol=0)
+    for found, expected in zip(got[1], want[1], strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    with pytest.raises(NotConvergedError):
+        value_and_gradients(lambda q, k, v: sinkhorn_attention(3 * q, 3 * k, v, 3, gradient="implicit"), inputs)
