@@ -171,7 +171,7 @@ def run(options: RankAndDepthOptions) -> Result:
             1e-8,
         ),
         at_most(
-            "With skip connections Sinkhorn's columns are nearer 1 than softmax's in each layer: largest ratio of errors",
+            "With skip connections Sinkhorn's columns are nearer 1 than softmax's in all layers: largest ratio",
             max(s / max(t, 1e-16) for s, t in zip(columns["sinkhorn", True], columns["softmax", True], strict=True)),
             1.0,
         ),

@@ -1,7 +1,7 @@
 r"""How much attention can move its output: Wasserstein bounds, norms of Jacobians, inverses, tokens that come or go.
 
-With an interaction G = exp(a) and values y = l(x), attention takes a cloud mu to the cloud mu A_mu of its outputs. W1 has
-the l1 ground metric. Vuckovic, Baratin and Tachet des Combes ("On the Regularity of Attention", 2021):
+With an interaction G = exp(a) and values y = l(x), attention takes a cloud mu to the cloud mu A_mu of its outputs. W1
+has the l1 ground metric. Vuckovic, Baratin and Tachet des Combes ("On the Regularity of Attention", 2021):
 
 - Theorem 14, on a compact convex E in R^d, G >= eps(G): the contraction coefficient of mu -> mu A_mu is at most
   d Lip(l) 2 (|G|_{Lip,inf} + |G|_{inf,Lip}) diam(E) / eps(G).
@@ -285,7 +285,7 @@ def _trained_layers(options: RegularityOptions, table: list[Row]) -> dict[str, l
     from . import trained
 
     data = trained.digits(options.data, 500, 50)
-    found = {}
+    found: dict[str, list[float]] = {}
     for name in ("softmax", "sinkhorn"):
         model = trained.build(name, options.seed, options.model_depth, 16)
         trained.train(model, data, [options.model_steps], options.seed)

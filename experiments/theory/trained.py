@@ -68,7 +68,7 @@ def outputs_of_layers(model: nn.Module, images: Tensor) -> tuple[list[Tensor], T
 def train(
     model: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor], looks: Sequence[int], seed: int, batch: int = 50
 ) -> list[Snapshot]:
-    """Trains with Adam at 2e-3 up to the last of `looks`, and looks at the model at each; the seed decides the batches."""
+    """Trains with Adam at 2e-3 up to the last of `looks`, and looks at the model at each; the seed orders batches."""
     images, labels, others, truth = data
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     batches = torch.Generator().manual_seed(stream_seed("theory-batches", seed))
