@@ -1,7 +1,8 @@
 """Chooses learning rates on validation: `python -m experiments.select_lr runs/mnist_patches_lr`.
 
-Reads the validation rows of finished runs and nothing else. For each attention, and each patch size where the model has
-patches, the rate with the lowest validation loss is chosen: of each run the lowest of its epochs, then the mean over the seeds, the same for every rate.
+Reads the validation rows of finished runs and nothing else. For each attention (and patch size, where the model has
+patches) the rate with the lowest validation loss is chosen: of each run the lowest of its epochs, then the mean over
+the seeds, the same for every rate.
 """
 
 import argparse
@@ -74,8 +75,8 @@ def candidates(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
     for trial in trials:
         if cells[trial.patch_size, trial.attention][trial.rate].setdefault(trial.seed, trial) != trial:
             raise RunError(
-                f"{_words((trial.patch_size, trial.attention))}, rate {trial.rate:g}, seed {trial.seed} was run with two "
-                "configurations: remove one of the folders"
+                f"{_words((trial.patch_size, trial.attention))}, rate {trial.rate:g}, seed {trial.seed} was run with "
+                "two configurations: remove one of the folders"
             )
     found = {}
     for cell, rates in cells.items():

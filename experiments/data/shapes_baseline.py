@@ -1,7 +1,7 @@
 """A linear classifier on extents and moments of the clouds of `data=shapes`: what a model has to beat.
 
-`python -m experiments.data.shapes_baseline` prints its test accuracy. It sees how far a cloud reaches and how it is spread,
-but no relation between its parts. Splits, normalisation and number of points are those that the models get.
+`python -m experiments.data.shapes_baseline` prints its test accuracy. It sees how far a cloud reaches and how it is
+spread, but no relation between its parts. Splits, normalisation and number of points are those that the models get.
 """
 
 import argparse

@@ -22,6 +22,16 @@ def test_the_lowest_mean_validation_loss_is_chosen():
     assert "# patch 7, softmax, seeds 0 1: 0.001: 0.6000 (50.0 %); 0.002: 0.9000 (50.0 %)" in select_lr.as_yaml(found)
 
 
+def test_models_without_patches():
+    trials = [trial(rate, 0, rate, attention, None) for rate in (0.5, 0.25) for attention in ("softmax", "sinkhorn")]
+    found = select_lr.candidates(trials)
+    words = select_lr.as_yaml(found)
+    assert yaml.safe_load(words)["learning_rates"] == {"sinkhorn": 0.25, "softmax": 0.25}
+    assert "# softmax, seeds 0: 0.25: 0.2500 (50.0 %); 0.5: 0.5000 (50.0 %)" in words
+    with pytest.raises(RunError, match=r"^softmax: its rates were tried on different seeds"):
+        select_lr.candidates([trial(1e-3, 0, 0.5, patch=None), trial(2e-3, 1, 0.4, patch=None)])
+
+
 def test_rates_on_different_seeds_are_not_compared():
     with pytest.raises(RunError, match="different seeds"):
         select_lr.candidates([trial(1e-3, 0, 0.5), trial(2e-3, 1, 0.4)])

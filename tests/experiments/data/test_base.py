@@ -48,7 +48,7 @@ def test_without_shuffling():
 
 
 def test_the_trailing_batch_is_left_out_even_where_it_is_full():
-    """ModelNet40 in the published code: 2,432 of the 2,468 test meshes, and of 128 meshes in batches of 64 one batch."""
+    """ModelNet40 in the published code: 2,432 of the 2,468 test meshes; of 128 in batches of 64 it takes one batch."""
     for size, batches in ((2468, 38), (2433, 38), (2432, 37), (128, 1), (65, 1)):
         sampler = BatchSampler(size, 64, drop_trailing=True)
         assert [len(batch) for batch in sampler] == [64] * batches
