@@ -118,7 +118,7 @@ def build(config: Config) -> tuple[DataModule, Classifier]:
 
 
 def _try_out(model: torch.nn.Module, data: DataModule) -> None:
-    *inputs, labels = next(iter(data.eval_loader("test")))
+    *inputs, labels = next(iter(data.eval_loader("train")))
     training = model.training
     with torch.no_grad():
         logits = model.eval()(*(tensor[:2] for tensor in inputs))
@@ -271,6 +271,7 @@ def quieten() -> None:
         ".*when logging on epoch level in distributed setting.*",  # the metrics have been shared by then
         ".*your dataloader is not resumable.*",  # the sampler is put at the right batch (BatchSampler.start_at)
         ".*Checkpoint directory .* exists and is not empty.*",
+        ".*`torch.jit.script` is deprecated.*",  # which torch_geometric uses
         ".*`isinstance.treespec, LeafSpec.` is deprecated.*",
         ".*You are using `torch.load` with `weights_only=.*",
     ):
