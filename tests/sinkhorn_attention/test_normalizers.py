@@ -452,3 +452,25 @@ def test_torchscript(name: str) -> None:
     scripted = torch.jit.script(host)
     for bias in (torch.randn(5, 5, dtype=torch.float64), torch.rand(5, 5) > 0.2):
         same(scripted(query, key, value, bias, mask), host(query, key, value, bias, mask), [query, key, value])
+
+
+def test_given_scores_have_the_gradient_that_was_asked_for() -> None:
+    """At convergence the implicit derivative is the unrolled one; the detached one is not."""
+    torch.manual_seed(0)
+    weights, mask = torch.randn(2, 6, 6, dtype=torch.float64), torch.arange(6) < 5
+    gradients = {}
+    for gradient in ("unrolled", "implicit", "detached"):
+        scores = torch.linspace(-1, 1, 72, dtype=torch.float64).sin().view(2, 6, 6).requires_grad_()
+        normalizer = get_normalizer("sinkhorn", n_iters=201, gradient=gradient)
+        coupling = normalizer.from_scores(scores, query_mask=mask, key_mask=mask)
+        (gradients[gradient],) = torch.autograd.grad((coupling * weights).sum(), scores)
+        assert (gradients[gradient][:, 5] == 0).all()
+    torch.testing.assert_close(gradients["implicit"], gradients["unrolled"], rtol=1e-8, atol=1e-10)
+    assert (gradients["detached"] - gradients["unrolled"]).abs().max() > 1e-3
+    # One half-step is far from convergence: the derivative at convergence differs from softmax's, or is refused.
+    scores = torch.zeros(1, 6, 6, dtype=torch.float64, requires_grad=True)
+    (uniform,) = torch.autograd.grad(
+        get_normalizer("sinkhorn", n_iters=1, gradient="implicit").from_scores(scores)[0, 0, 0], scores
+    )
+    (softmax,) = torch.autograd.grad(get_normalizer("sinkhorn", n_iters=1).from_scores(scores)[0, 0, 0], scores)
+    assert (uniform - softmax).abs().max() > 1e-3

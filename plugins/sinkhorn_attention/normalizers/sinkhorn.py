@@ -1,11 +1,21 @@
 """Sinkhorn's doubly stochastic normalisation, the attention of the Sinkformer."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..functional import check_n_iters, sinkhorn, sinkhorn_attention
+from ..implicit import implicit_coupling
 from ..reference import sinkhorn_reference
 from .base import Normalizer, register_normalizer
+from .scores import support_of
+
+
+@torch.jit.unused
+def _implicit_coupling(scores: Tensor, n_iters: int, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """The coupling with the derivative at convergence; a scripted model raises here, any other runs it."""
+    return implicit_coupling(scores.masked_fill(~support_of(scores, query_mask, key_mask), -math.inf), n_iters)
 
 
 @register_normalizer("sinkhorn")
@@ -69,4 +79,6 @@ class Sinkhorn(Normalizer):
             return sinkhorn(scores, self.n_iters, query_mask=query_mask, key_mask=key_mask)
         # The operator's coupling of given scores knows the exact derivative only.
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if self.gradient == "implicit":
+            return _implicit_coupling(wide, self.n_iters, query_mask, key_mask).to(scores.dtype)
         return sinkhorn_reference(wide, self.n_iters, query_mask, key_mask, self.gradient).to(scores.dtype)
