@@ -65,6 +65,16 @@ def features(points: np.ndarray, order: int) -> np.ndarray:
     return np.column_stack([np.ptp(points, axis=1), centroids, *moments])
 
 
+def load(overrides: Sequence[str] = ()) -> DataModule:
+    """The data of experiment=shapes_set under further overrides.
+
+    Raises:
+        RunError: for overrides that Hydra refuses.
+    """
+    config = resolve(compose(["experiment=shapes_set", *overrides]))
+    return instantiate(config["data"], _convert_="all")
+
+
 def measure(data: DataModule, order: int) -> Baseline:
     """Trains on the training split, as given to evaluation (no augmentation), and tests on the test split."""
     train, test = _clouds(data, "train"), _clouds(data, "test")
@@ -89,11 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        config = resolve(compose(["experiment=shapes_set", *options.overrides]))
+        data = load(options.overrides)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    data = instantiate(config["data"], _convert_="all")
     for order in ORDERS:
         print(measure(data, order))
     return 0

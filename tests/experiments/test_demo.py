@@ -33,13 +33,36 @@ def test_the_runs_are_those_of_the_paper(overrides):
     assert {job.folder.config["attention"].get("n_iters") for job in jobs} == {None, 5}
 
 
+def test_the_second_part_is_softmax_against_three_half_steps_on_shapes(runs):
+    jobs = demo.jobs([f"paths.runs={runs.folder}"], "shapes_set")
+    assert len(jobs) == len({job.folder.path for job in jobs}) == 10
+    configs = [job.folder.config for job in jobs]
+    assert {
+        (config["attention"]["name"], config["attention"].get("n_iters"), config["seed"]) for config in configs
+    } == {(*attention, seed) for attention in (("softmax", None), ("sinkhorn", 3)) for seed in range(5)}
+    for config in configs:
+        del config["attention"], config["seed"], config["label"], config["optimizer"]["lr"]
+        assert config == configs[0]
+    assert (configs[0]["model"]["hidden"], configs[0]["data"]["num_points"]) == (64, 256)
+
+
+def test_parts_are_run_alone_or_all_together(monkeypatch, runs, capfd):
+    started = []
+    monkeypatch.setattr(demo, "train_all", lambda waiting, *_: started.extend(waiting) or ["not now"])
+    for words, experiments in (([], set(demo.PARTS)), (["shapes_set"], {"shapes_set"})):
+        started.clear()
+        assert demo.main([*words, f"paths.runs={runs.folder}"]) == 1
+        assert {job.folder.config["experiment"] for job in started} == experiments
+    assert "error: not now" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_runs_in_parallel_then_the_report_and_nothing_the_second_time(overrides, runs, monkeypatch, capfd):
     monkeypatch.setattr(demo, "SEEDS", range(1))
     monkeypatch.setattr(demo, "PATCH_SIZES", (14,))
     reported = []
     monkeypatch.setattr(demo, "report", lambda folders: reported.append(list(folders)) or 0)
-    assert demo.main(["--workers", "2", *overrides]) == 0
+    assert demo.main(["--workers", "2", "mnist_patches", *overrides]) == 0
     assert len(runs.folders()) == 2
     for folder in runs.folders():
         card = json.loads((folder / "run.json").read_text())
@@ -48,7 +71,7 @@ def test_runs_in_parallel_then_the_report_and_nothing_the_second_time(overrides,
     assert "2 runs, 0 of them finished; 2 at a time" in words
     assert "2/2" in words
     monkeypatch.setattr(demo, "train_all", lambda *_: pytest.fail("nothing is left to train"))
-    assert demo.main(overrides) == 0
+    assert demo.main(["mnist_patches", *overrides]) == 0
     assert set(reported[0]) == set(reported[1]) == set(runs.folders())
 
 
