@@ -7,14 +7,19 @@ from . import compat
 from .attention import SinkhornMultiheadAttention
 from .encoder import SinkformerEncoder, SinkformerEncoderLayer
 from .options import AttentionOptions
+from .published import PublishedSentimentModel, load_published_state_dict
+from .sentiment import SinkformerSentimentModel
 from .translation import SinkformerModel
 
 compat.allow_checkpoint_types()
 
 __all__ = [
     "AttentionOptions",
+    "PublishedSentimentModel",
     "SinkformerEncoder",
     "SinkformerEncoderLayer",
     "SinkformerModel",
+    "SinkformerSentimentModel",
     "SinkhornMultiheadAttention",
+    "load_published_state_dict",
 ]

@@ -123,7 +123,7 @@ class SinkhornMultiheadAttention(MultiheadAttention):
         same_tokens = self.self_attention or query is key
         if key.shape[:2] != value.shape[:2] or key.shape[1] != batch or (self.self_attention and rows != columns):
             raise ValueError(
-                "query (T, B, C), key and value (S, B, C) must agree in B, key and value in S, in self-attention all three"
+                "query (T, B, C), key and value (S, B, C) must agree in B, key and value in S, in self-attention all"
                 f", got {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
             )
 
