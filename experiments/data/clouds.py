@@ -201,6 +201,12 @@ class CloudData(DataModule):
         self._names = {
             split: {"train": names, "test": test_names}[part][rows] for split, (part, rows) in self.places.items()
         }
+        if drop_trailing and min(self.sizes.values()) <= max(batch_size, eval_batch_size):
+            sizes = ", ".join(f"{size} {split}" for split, size in self.sizes.items())
+            raise ValueError(
+                f"data.drop_trailing leaves nothing of a split in batches of "
+                f"{batch_size} and {eval_batch_size} ({sizes})"
+            )
 
     @cached_property
     def sizes(self) -> dict[str, int]:
