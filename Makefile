@@ -4,13 +4,16 @@ export PYTHON
 QUIET_THREADS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS = $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: setup demo test lint
+.PHONY: setup demo demo-points test lint
 
 setup:
 	@./setup.sh
 
 demo: setup
 	@.venv/bin/python -m experiments.demo
+
+demo-points: setup
+	@.venv/bin/python -m experiments.demo shapes_set
 
 test: setup
 	$(QUIET_THREADS) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
