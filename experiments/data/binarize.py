@@ -84,9 +84,7 @@ def _preprocess(folder: Path, arguments: Sequence[str]) -> None:
     command = [sys.executable, "-m", "fairseq_cli.preprocess", *arguments, "--destdir", str(folder)]
     # A process of its own: fairseq changes global state of Hydra and of logging. Its files are UTF-8 in any locale.
     environment = {**os.environ, "PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, capture_output=True, encoding="utf-8", errors="replace", env=environment, cwd=folder.parent
-    )
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=environment)
     if done.returncode:
         last = ((done.stderr or done.stdout).strip().splitlines() or ["no reason given"])[-1]
         if last.startswith(("ModuleNotFoundError", "ImportError")):

@@ -75,17 +75,25 @@ def joint_bpe(parts: dict[str, Columns], languages: Sequence[str], merges: int, 
 
     Returns:
         the parts in pieces, and the merges as the file `codes`.
+
+    Raises:
+        RunError: where nothing repeats in the training text, so that there is nothing to merge.
     """
     codes = io.StringIO()
     progress: contextlib.AbstractContextManager[object] = (
         contextlib.nullcontext() if stages.console.is_terminal else contextlib.redirect_stderr(io.StringIO())
     )
     # The progress of subword-nmt goes to stderr, and is for terminals.
-    with progress:
-        learn_bpe([line for language in languages for line in parts["train"][language]], codes, merges)
+    words = {word for language in languages for line in parts["train"][language] for word in line.split()}
+    # Without two characters in one word subword-nmt fails, and without a merge it ends the process.
+    if any(len(word) > 1 for word in words):
+        with progress:
+            learn_bpe([line for language in languages for line in parts["train"][language]], codes, merges)
     content = codes.getvalue()
+    found = max(0, content.count("\n") - 1)
+    if not found:
+        raise RunError("no two characters stand together twice in the training text: it is too small for BPE")
     segment = BPE(codes)
-    found = content.count("\n") - 1
     pieces = {
         part: {
             language: [
