@@ -1,4 +1,4 @@
-"""Fetches and checks data sets: `python -m experiments.data.prepare mnist [--folder data] [--archive PATH]`."""
+"""Fetches, checks, converts data sets: `python -m experiments.data.prepare mnist [--folder data] [--archive PATH]`."""
 
 import argparse
 import gzip
@@ -11,14 +11,15 @@ import urllib.error
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from torchvision.datasets import MNIST as TorchvisionMNIST
 from torchvision.datasets.utils import download_url
 
 from ..errors import RunError
 from ..files import explain_full_disk, write_atomic
-from . import mnist, mnist5k
+from . import furniture, home_assistant, imdb, iwslt14, mnist, mnist5k, modelnet40, movie_sentences
+from .text import TextReport
 
 MNIST_NOTICE = "mnist: LeCun, Cortes, Burges, The MNIST database of handwritten digits; its own terms apply"
 COUNTS = {"train": 60_000, "t10k": 10_000}
@@ -57,6 +58,41 @@ def prepare_mnist(folder: Path, archive: Path | None) -> str:
                 f"{raw}: the {part} part has {found} digits instead of {count}: remove its files, fetch again"
             )
     return f"{MNIST_NOTICE}\n{sum(COUNTS.values())} digits in {raw}"
+
+
+def prepare_furniture(folder: Path, archive: Path | None, jobs: int | None = None) -> str:
+    """Samples the models of Debian's package sweethome3d-furniture.
+
+    Args:
+        folder: the folder of all data.
+        archive: a folder with the package's .sh3f archives; None takes the installed package.
+        jobs: processes, None for one per core.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"{furniture.NOTICE}\n{furniture.prepare(folder, archive, jobs=jobs)}"
+
+
+def prepare_modelnet40(folder: Path, archive: Path | None, jobs: int | None = None, partial: bool = False) -> str:
+    """Samples ModelNet40's meshes from a zip archive or folder; None takes what lies in `folder`, or fetches it.
+
+    Args:
+        folder: the folder of all data.
+        archive: the zip archive, or a folder with its content.
+        jobs: processes, None for one per core.
+        partial: takes an archive that does not hold all of ModelNet40's meshes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"{modelnet40.NOTICE}\n{modelnet40.prepare(folder, archive, jobs=jobs, partial=partial)}"
+
+
+def _text(prepare: Callable[..., TextReport]) -> Callable[..., str]:
+    """The command of a text data set."""
+
+    def command(folder: Path, archive: Path | None, **options: Any) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(prepare(folder, archive, **options))
+
+    return command
 
 
 def _fetch(temporary: Path, names: Sequence[str], raw: Path) -> Path:
@@ -121,7 +157,18 @@ def _read(source: Path, name: str) -> bytes:
     raise RunError(f"{source} has neither {name} nor {name}.gz")
 
 
-DATA_SETS: dict[str, Callable[[Path, Path | None], str]] = {"mnist": prepare_mnist, "mnist5k": prepare_mnist5k}
+DATA_SETS: dict[str, Callable[..., str]] = {
+    "furniture": prepare_furniture,
+    "ha_de_en": _text(home_assistant.prepare),
+    "imdb": _text(imdb.prepare),
+    "iwslt14": _text(iwslt14.prepare),
+    "mnist": prepare_mnist,
+    "mnist5k": prepare_mnist5k,
+    "modelnet40": prepare_modelnet40,
+    "movie_sentences": _text(movie_sentences.prepare),
+}
+#: The data sets that an option is for.
+OPTIONS = {"jobs": ("furniture", "modelnet40", "iwslt14", "ha_de_en"), "partial": ("modelnet40", "imdb")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,10 +179,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--archive", type=Path, help="take the files from this folder, zip or tar instead of the network"
     )
+    parser.add_argument("--jobs", type=int, help=f"{', '.join(OPTIONS['jobs'])}: processes (default: one per core)")
+    parser.add_argument(
+        "--partial", action="store_true", help=f"{', '.join(OPTIONS['partial'])}: take an incomplete archive"
+    )
     options = parser.parse_args(arguments)
+    given = {"jobs": options.jobs} if options.jobs is not None else {}
+    given |= {"partial": True} if options.partial else {}
+    for name in given:
+        if options.data_set not in OPTIONS[name]:
+            parser.error(f"--{name} is for {', '.join(OPTIONS[name])}; {options.data_set} does not take it")
+    if options.jobs is not None and options.jobs < 1:
+        parser.error(f"--jobs must be at least 1; got {options.jobs}")
     try:
         with explain_full_disk(f"{options.data_set} is not complete"):
-            print(DATA_SETS[options.data_set](options.folder, options.archive))
+            print(DATA_SETS[options.data_set](options.folder, options.archive, **given))
     except (RunError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
