@@ -23,7 +23,7 @@ supported "$PYTHON" || fail "Python 3.11 or 3.12 is needed, and $PYTHON is not o
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || fail "$PYTHON has no venv module (on Debian: apt-get install python3-venv)"
 
 # The stamp says what was installed, from where and for which folder: a moved or outdated environment is made anew.
-want=$( (echo "$here"; "$PYTHON" -c 'import sys; print(sys.version)'; cat requirements.txt pyproject.toml) | cksum)
+want=$( (echo "$here"; "$PYTHON" -c 'import sys; print(sys.version)'; cat requirements.txt requirements-fairseq.txt pyproject.toml) | cksum)
 if [ "$(cat .venv/installed 2>/dev/null)" = "$want" ]; then exit 0; fi
 free=$(df -Pk . | awk 'NR == 2 { print $4 }')
 if [ ! -d .venv ] && [ "$free" -lt 8000000 ]; then
@@ -47,6 +47,13 @@ if ! wait "$pip"; then
         fail "the package index cannot be reached; check the network (or pip's index-url) and run it again: what is downloaded is kept. Details: $log"
     fi
     fail "$(grep -E '^ERROR' "$log" | tail -n 1 || true) (details: $log)"
+fi
+# fairseq has wheels for this platform alone; elsewhere everything but the text experiments works.
+if [ "$(uname -sm)" = "Linux x86_64" ]; then
+    .venv/bin/python -m pip install --disable-pip-version-check --require-hashes --no-deps -r requirements-fairseq.txt >>"$log" 2>&1 ||
+        fail "fairseq could not be installed: $(grep -E '^ERROR' "$log" | tail -n 1 || true) (details: $log)"
+else
+    echo "setup: no fairseq wheel for $(uname -sm); the text experiments are left out"
 fi
 .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e . >>"$log" 2>&1 ||
     fail "the plugins could not be installed; details: $log"
