@@ -1,4 +1,7 @@
-"""`python -m experiments.report PATH...`: tables, pictures and a page of the finished runs at or below some paths."""
+"""`python -m experiments.report PATH...`: tables, pictures and a page of the finished runs at or below some paths.
+
+Results of `python -m experiments.theory` among them get a page of their own.
+"""
 
 import argparse
 import io
@@ -16,15 +19,17 @@ from .collect import Problem, collect, path_words
 from .page import result_tables, verdict_lines, write_report
 from .published import load_published, published_for
 from .tables import as_rich, problem_table
+from .theory import NAME, Check, check_table, collect_checks, summary_line, write_theory
 
 FILE_WIDTH = 160  # of tables that go to a file or a pipe, which has no width of its own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reports every experiment among the runs, each into a folder of its own.
+    """Reports every experiment among the runs, and the theory, each into a folder of its own.
 
     Returns:
-        0, or 1 where there was no finished run or the report could not be written; the reason goes to standard error.
+        0, or 1 where there was neither a finished run nor a check of the theory, or the report could not be
+        written; the reason goes to standard error.
     """
     parser = argparse.ArgumentParser(
         prog="python -m experiments.report",
@@ -36,20 +41,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the report (report/ beside the experiment's runs)")
     options = parser.parse_args(arguments)
     runs, problems = collect(options.paths)
-    if not runs:
-        print(_nothing(options.paths, problems), file=sys.stderr)
+    checks, unread = collect_checks(options.paths)
+    if not runs and not checks:
+        print(_nothing(options.paths, [*problems, *unread]), file=sys.stderr)
         return 1
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=FILE_WIDTH)
     published = load_published()
     experiments = sorted({run.experiment for run in runs})
+    pages = len(experiments) + bool(checks)
     try:
+        if checks:
+            _show_theory(console, checks, write_theory(checks, unread, _theory_folder(checks, options.out, pages)))
         for experiment in experiments:
             ours = [run for run in runs if run.experiment == experiment]
             theirs = [problem for problem in problems if _belongs(problem, experiment, experiments)]
             results = analyse(experiment, ours, theirs)
-            folder = _folder(results, options.out, len(experiments))
+            folder = _folder(results, options.out, pages)
             page = write_report(results, published_for(experiment, published), folder)
             _show(console, results, page)
         for line in _not_reported(problems, experiments):
@@ -76,13 +85,30 @@ def _not_reported(problems: Sequence[Problem], experiments: Sequence[str]) -> li
     return [f"{name}: no run to report ({count})" for name, count in sorted(counts.items())]
 
 
-def _folder(results: Results, out: Path | None, experiments: int) -> Path:
+def _folder(results: Results, out: Path | None, pages: int) -> Path:
     if out is not None:
-        return out if experiments == 1 else out / results.experiment
+        return out if pages == 1 else out / results.experiment
     parents = sorted({run.folder.absolute().parent for run in results.runs})
     if len(parents) > 1:
         raise ValueError(f"the runs of {results.experiment} lie in {len(parents)} folders: say where with --out FOLDER")
     return parents[0] / "report"
+
+
+def _theory_folder(checks: Sequence[Check], out: Path | None, pages: int) -> Path:
+    if out is not None:
+        return out if pages == 1 else out / NAME
+    parents = sorted({check.folder.absolute().parent for check in checks})
+    if len(parents) > 1:
+        raise ValueError(f"the checks of the theory lie in {len(parents)} folders: say where with --out FOLDER")
+    return parents[0] / "report"
+
+
+def _show_theory(console: Console, checks: Sequence[Check], page: Path) -> None:
+    console.rule(Text("Theory"))
+    for check in checks:
+        console.print(as_rich(check_table(check)))
+    console.print(Text(f"- {summary_line(checks)}"))
+    console.print(Text(f"report: {path_words(page)}"), soft_wrap=True)
 
 
 def _show(console: Console, results: Results, page: Path) -> None:
