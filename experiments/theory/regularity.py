@@ -21,15 +21,31 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import ot
 import torch
 from scipy.special import lambertw
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import operator
-from .base import COLOURS, Options, Result, Row, at_least, at_most, normal, observed, picture, require, slope, vanishes
+from ..evaluate import load_run
+from . import operator, trained
+from .base import (
+    COLOURS,
+    INK,
+    Options,
+    Result,
+    Row,
+    at_least,
+    at_most,
+    normal,
+    observed,
+    picture,
+    require,
+    slope,
+    vanishes,
+)
 
 TITLE = "Lipschitz constants, inverses and moved tokens"
 Map = Callable[[Tensor], Tensor]
@@ -48,6 +64,7 @@ class RegularityOptions(Options):
         contraction: s |J| of the residual layer that is inverted, below 1.
         model_depth: blocks of the trained models whose layers are measured; 0 for none.
         model_steps: their training steps.
+        run: folder of a finished run of experiments.train whose layers are measured in their place; "" for none.
         data: folder of the data sets.
     """
 
@@ -59,6 +76,7 @@ class RegularityOptions(Options):
     contraction: float = 0.5
     model_depth: int = 2
     model_steps: int = 60
+    run: str = ""
     data: str = "data"
 
     def check(self) -> None:
@@ -67,6 +85,8 @@ class RegularityOptions(Options):
         require(self.radii[0] > 0, f"radii must be positive; got {self.radii}")
         require(0 < self.contraction < 1, f"contraction must lie between 0 and 1; got {self.contraction}")
         require(self.n_iters >= 1, f"n_iters must be at least 1; got {self.n_iters}")
+        finished = not self.run or (Path(self.run) / "result.json").is_file()
+        require(finished, f"run={self.run} is no folder of a finished run: it has no result.json")
         require(self.model_depth >= 0 and self.model_steps >= 0, "model_depth and model_steps must be at least 0")
 
 
@@ -258,10 +278,10 @@ def run(options: RegularityOptions) -> Result:
             "Sinkhorn attention, scaled by |J| measured at the solution: error of the inverse", sinkhorn_errors[-1]
         ),
     ]
-    trained_norms = _trained_layers(options, table) if options.model_depth else {}
+    trained_norms = _trained_layers(options, table)
     for name, values in trained_norms.items():
         statements.append(
-            observed(f"Largest |J| of an attention layer of the trained {name} model, at a digit", max(values))
+            observed(f"Largest |J| of an attention layer of the trained {name} model, at one sample", max(values))
         )
     with picture(3) as (figure, grid):
         growth, inverse, layers = grid[0]
@@ -273,27 +293,41 @@ def run(options: RegularityOptions) -> Result:
             inverse.semilogy([max(number, 1e-17) for number in numbers], color=COLOURS[name], label=name)
         inverse.set(xlabel="iterations", ylabel="error of the inverse")
         for name, values in trained_norms.items():
-            layers.plot(range(1, len(values) + 1), values, "o-", color=COLOURS[name], label=name)
-        layers.set(xlabel="layer", ylabel="|J| at a digit", title="trained models")
+            layers.plot(range(1, len(values) + 1), values, "o-", color=COLOURS.get(name, INK), label=name)
+        layers.set(xlabel="layer", ylabel="|J| at one sample", title="trained models")
         growth.legend(fontsize=8)
         inverse.legend(fontsize=8)
     return Result(statements, table, figure)
 
 
-def _trained_layers(options: RegularityOptions, table: list[Row]) -> dict[str, list[float]]:
-    """|J| of each attention layer (projections included) of models trained here, at the tokens of one digit."""
-    from . import trained
+def norms_of_layers(model: nn.Module, sample: Tensor) -> list[float]:
+    """|J| of each attention layer (projections included) of a vision transformer, at the tokens of one sample (1, ...).
 
-    data = trained.digits(options.data, 500, 50)
+    The model is changed to float64.
+    """
+    tokens, _ = trained.outputs_of_layers(model, sample)
+    model.double()
+    blocks = list(model.blocks)  # type: ignore[arg-type]
+    inputs = [block.norm1(x).detach() for block, x in zip(blocks, tokens[:-1], strict=True)]
+    return [jacobian_norm(block.attn, x, steps=30, tolerance=1e-5) for block, x in zip(blocks, inputs, strict=True)]
+
+
+def _trained_layers(options: RegularityOptions, table: list[Row]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    for name in ("softmax", "sinkhorn"):
-        model = trained.build(name, options.seed, options.model_depth, 16)
-        trained.train(model, data, [options.model_steps], options.seed)
-        tokens, _ = trained.outputs_of_layers(model, data[2][:1])
-        model.double()
-        found[name] = []
-        for layer, block in enumerate(model.blocks):  # type: ignore[arg-type]
-            attention, x = block.attn, block.norm1(tokens[layer]).detach()
-            found[name].append(jacobian_norm(attention, x, steps=30, tolerance=1e-5))
-            table.append({"attention": f"trained {name}", "layer": layer + 1, "|J|": found[name][-1]})
+    if options.run:
+        run = load_run(options.run, data=options.data)
+        require(
+            all(hasattr(block, "attn") and hasattr(block, "norm1") for block in getattr(run.model, "blocks", [None])),
+            f"run={options.run}: its model, {run.config['model']['name']}, is no vision transformer",
+        )
+        sample = next(iter(run.data.eval_loader("train")))[0][:1]
+        found[run.config["attention"]["name"]] = norms_of_layers(run.model, sample)
+    elif options.model_depth:
+        data = trained.digits(options.data, 500, 50)
+        for name in ("softmax", "sinkhorn"):
+            model = trained.build(name, options.seed, options.model_depth, 16)
+            trained.train(model, data, [options.model_steps], options.seed)
+            found[name] = norms_of_layers(model, data[2][:1])
+    for name, values in found.items():
+        table += [{"attention": f"trained {name}", "layer": i + 1, "|J|": value} for i, value in enumerate(values)]
     return found

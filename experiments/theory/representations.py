@@ -163,5 +163,12 @@ def run(options: RepresentationsOptions) -> Result:
                     shade = 0.3 + 0.7 * layer / options.depth
                     axes.plot(options.looks, values, "o-", color=colour, alpha=shade, label=label)
             axes.set(xlabel="training steps", ylabel=f"{what}, softmax model's layer")
-            axes.legend(fontsize=8, title="darker: later layers", title_fontsize=8)
+            axes.legend(
+                fontsize=8,
+                title="darker: later layers",
+                title_fontsize=8,
+                loc="upper left",
+                bbox_to_anchor=(0, 1.2),
+                ncols=2,
+            )
     return Result(statements, table, figure)

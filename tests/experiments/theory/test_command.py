@@ -44,6 +44,7 @@ def test_exit_code_where_a_statement_does_not_hold(tmp_path: Path, without_colum
         (["invariance", "counts=[2]"], "counts must be odd"),
         (["heat_limit", "eps=[0.1,-1]"], "temperatures"),
         (["regularity", "contraction=2"], "contraction must lie between 0 and 1"),
+        (["regularity", "run=nowhere"], "run=nowhere is no folder of a finished run"),
         (["all", "n=3"], "all does not know 'n=3'"),
         (["invariance", "seed=-1"], "seed must be at least 0"),
     ],

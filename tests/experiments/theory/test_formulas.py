@@ -1,13 +1,23 @@
 """The closed forms, each against an independent calculation."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from scipy.integrate import quad
 
-from experiments.theory import base, clusters, heat_limit, invariance, regularity, representations
+from experiments.theory import (
+    base,
+    clusters,
+    gradient_flow,
+    heat_limit,
+    invariance,
+    regularity,
+    representations,
+    trained,
+)
 
 
 @pytest.mark.parametrize("eps", [0.05, 0.5])
@@ -64,6 +74,38 @@ def test_power_iteration_on_a_linear_map() -> None:
     a = base.normal("test", 0, 5, 5)
     found = regularity.jacobian_norm(lambda x: a @ x, base.normal("test-point", 0, 5, 3), steps=2000, tolerance=1e-13)
     assert found == pytest.approx(float(torch.linalg.matrix_norm(a, 2)), rel=1e-5)
+
+
+def test_norms_of_the_layers_of_a_finished_run(monkeypatch) -> None:
+    """The norm of the whole Jacobian of each attention layer, at the tokens that reach it."""
+    model = trained.build("sinkhorn", 0, 2, 8).eval()
+    sample = base.normal("test-image", 0, 1, 1, 28, 28).float()
+    data = SimpleNamespace(eval_loader=lambda split: [(sample.expand(3, -1, -1, -1), torch.zeros(3))])
+    config = {"attention": {"name": "sinkhorn"}, "model": {"name": "sinkformer_vit_mnist"}}
+    loaded = SimpleNamespace(model=model, data=data, config=config)
+    monkeypatch.setattr(regularity, "load_run", lambda folder, data: loaded)
+    options, table = regularity.RegularityOptions(run="folder"), list[base.Row]()
+    found = regularity._trained_layers(options, table)["sinkhorn"]
+    x = model.patch_embed(sample.double())
+    x = model.norm_pre(model._pos_embed(x))
+    for block, norm in zip(model.blocks, found, strict=True):
+        assert norm == pytest.approx(regularity.jacobian_norm_by_svd(block.attn, block.norm1(x).detach()), rel=1e-3)
+        x = block(x)
+    assert [row["|J|"] for row in table] == found
+
+
+def test_gap_of_two_tokens() -> None:
+    """For a short time g grows by g tanh(g^2/4); for large g like exp(t)."""
+    assert clusters.gap_of_two(1.5, 1e-4) == pytest.approx(1.5 * (1 + 1e-4 * math.tanh(0.5625)), rel=1e-8)
+    assert clusters.gap_of_two(20.0, 1.0) == pytest.approx(20 * math.e, rel=1e-9)
+
+
+def test_flow_of_one_linear_drift() -> None:
+    """For x' = -x: positions exp(-t) x, and the integral of |x|^2 is (1 - exp(-2)) / 2 times the first mean square."""
+    x = base.normal("test", 0, 3, 2)
+    path, dissipated = gradient_flow.flow(lambda y, a: -y, x, torch.eye(2).double(), 1.0, 4)
+    torch.testing.assert_close(path[-1], math.exp(-1) * x, rtol=1e-9, atol=1e-9)
+    assert dissipated == pytest.approx(0.5 * (1 - math.exp(-2)) * float(x.square().sum(-1).mean()), rel=1e-8)
 
 
 def test_fixed_point_inverse() -> None:
