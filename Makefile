@@ -15,8 +15,10 @@ demo: setup
 demo-points: setup
 	@.venv/bin/python -m experiments.demo shapes_set
 
+# fairseq changes logging, Hydra and torch for the whole process when it is imported: its tests have processes of their own.
 test: setup
-	$(QUIET_THREADS) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	$(QUIET_THREADS) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/fairseq_sinkhorn
+	$(QUIET_THREADS) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/fairseq_sinkhorn
 
 lint: setup
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy plugins experiments

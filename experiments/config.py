@@ -102,8 +102,16 @@ class Config:
 
 
 def register() -> None:
-    """Makes the shape known to Hydra under the name that configs/train.yaml refers to."""
-    ConfigStore.instance().store(name="shape", node=Config)
+    """Makes the shape known to Hydra under the name that configs/train.yaml refers to.
+
+    Hydra checks a file against any schema of the same name that some package stored: fairseq, once imported, has an
+    optimizer/adam of its own. Such schemas of our groups are taken out.
+    """
+    store = ConfigStore.instance()
+    store.store(name="shape", node=Config)
+    for group in CONFIGS.iterdir():
+        if group.is_dir() and group.name != "hydra":
+            store.repo.pop(group.name, None)
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:

@@ -21,8 +21,6 @@ from .config import CONFIGS, register, resolve
 from .errors import RunError
 from .runners.run_dir import RUN_FOLDER, RunDir, process_rank, read_config, train_command
 
-register()
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -92,6 +90,7 @@ def main() -> None:
         config = read_config(Path(os.environ[RUN_FOLDER]))
         execute(OmegaConf.create(config), [])
     else:
+        register()
         _command()
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from sinkhorn_attention import Normalizer, list_normalizers, register_normalizer
 
@@ -149,3 +150,9 @@ def test_clocks_and_random_values_are_refused():
 def test_bad_values_are_named(override, words):
     with pytest.raises(RunError, match=words.replace(".", r"\.")):
         resolve(compose(["experiment=mnist_patches", override]))
+
+
+def test_schemas_of_other_packages_do_not_meddle() -> None:
+    """Fairseq stores an optimizer/adam, and Hydra would hold ours against it."""
+    ConfigStore.instance().store(group="optimizer", name="adam", node={"lr": [1.0]})
+    assert compose(["experiment=mnist_patches"]).optimizer["_target_"].endswith("Adam")
