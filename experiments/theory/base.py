@@ -66,14 +66,14 @@ def equals(sentence: str, measured: float | Tensor, expected: float, tolerance: 
     """The number is `expected`, up to `tolerance`."""
     number = float(measured)
     return Statement(
-        sentence, f"{expected:.6g} ± {tolerance:.1g}", number, tolerance, abs(number - expected) <= tolerance
+        sentence, f"{expected:.6g} ± {tolerance:.2g}", number, tolerance, abs(number - expected) <= tolerance
     )
 
 
 def vanishes(sentence: str, measured: float | Tensor, tolerance: float) -> Statement:
     """The number, a distance, is 0 up to `tolerance`."""
     number = float(measured)
-    return Statement(sentence, f"0 ± {tolerance:.1g}", number, tolerance, abs(number) <= tolerance)
+    return Statement(sentence, f"0 ± {tolerance:.2g}", number, tolerance, abs(number) <= tolerance)
 
 
 def at_most(sentence: str, measured: float | Tensor, bound: float) -> Statement:

@@ -264,8 +264,8 @@ def run(options: ClustersOptions) -> Result:
 
     # Leaders on the line.
     two = torch.tensor([[-0.1], [0.9]], dtype=torch.float64)
-    for _ in range(40):
-        two = runge_kutta(lambda z: field_in_space(z, torch.ones(1, 1).double(), "sinkhorn", 401), two, 0.05)
+    for _ in range(80):
+        two = runge_kutta(lambda z: field_in_space(z, torch.ones(1, 1).double(), "sinkhorn", 401), two, 0.025)
     sentence = "Two tokens on the line part under Sinkhorn by g' = g tanh(g^2/4): difference of the gap at t = 2"
     statements.append(vanishes(sentence, float((two[1] - two[0]).abs()) - gap_of_two(1.0, 2.0), 1e-6))
     line = torch.linspace(-1.5, 1.2, 8, dtype=torch.float64).unsqueeze(1)

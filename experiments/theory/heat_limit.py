@@ -57,7 +57,7 @@ class HeatLimitOptions(Options):
             them Sinkhorn's bias, eps^2/48, drowns in what n quantiles miss of the Gaussian; far above it is not small.
         sample_sizes: numbers of random points from which the order in n is fitted.
         sample_eps: their temperature.
-        repeats: random samples of each size.
+        repeats: random samples of each size; 128 of four sizes know the exponent to 0.04 (one standard deviation).
         particles: particles whose density follows the heat equation.
         flow_eps: their temperature.
         time: the time they flow for.
@@ -66,9 +66,9 @@ class HeatLimitOptions(Options):
 
     n: int = 500
     eps: list[float] = field(default_factory=lambda: [0.05, 0.1, 0.2])
-    sample_sizes: list[int] = field(default_factory=lambda: [50, 100, 200])
-    sample_eps: float = 0.2
-    repeats: int = 64
+    sample_sizes: list[int] = field(default_factory=lambda: [50, 100, 200, 400])
+    sample_eps: float = 0.5
+    repeats: int = 128
     particles: int = 120
     flow_eps: float = 0.05
     time: float = 0.25
@@ -202,7 +202,7 @@ def run(options: HeatLimitOptions) -> Result:
     }
     for name in NORMALISATIONS:
         sentence = f"The drift of {name} from n random points errs like n^(-1/2): exponent"
-        statements.append(equals(sentence, slope(options.sample_sizes, sampled[name]), -0.5, 0.25))
+        statements.append(equals(sentence, slope(options.sample_sizes, sampled[name]), -0.5, 0.15))
     relative = [
         (sinkhorn / LIMIT_RATE["sinkhorn"]) / (softmax / LIMIT_RATE["softmax"])
         for softmax, sinkhorn in zip(sampled["softmax"], sampled["sinkhorn"], strict=True)

@@ -13,7 +13,7 @@ from experiments.theory.base import parse as parse_options
 SMALL = {
     "invariance": "n=16 counts=[1,3,5,9]",
     "gradient_flow": "n=4 steps=20 time=0.5",
-    "heat_limit": "n=200 eps=[0.1,0.2] sample_sizes=[40,80] repeats=40 particles=60 steps=10 flow_eps=0.05 time=0.3",
+    "heat_limit": "n=200 eps=[0.1,0.2] sample_sizes=[50,100,200] repeats=64 particles=60 steps=10 time=0.3",
     "clusters": "n=12 repeats=1 betas=[1.0,25.0] step=0.25 time=12 seen_at=3 n_iters=41",
     "regularity": "n=6 pairs=8 radii=[2.0,8.0] model_depth=0",
     "rank_and_depth": "n=10 d=6 depth=8",
