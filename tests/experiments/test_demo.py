@@ -107,10 +107,12 @@ def test_bad_arguments(capfd):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_with_its_workers(runs, overrides, signum):
     """The workers end too, each with a checkpoint, and the demo goes on from there the next time."""
-    arguments = [sys.executable, "-m", "experiments.demo", "--workers", "1", *overrides, "trainer.max_epochs=5000"]
+    arguments = [sys.executable, "-m", "experiments.demo", "--workers", "1", "mnist_patches", *overrides]
+    arguments.append("trainer.max_epochs=5000")
     process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 200
     while not list(runs.folder.glob("*/*/checkpoints/*.ckpt")) and time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read()
         time.sleep(0.2)
     process.send_signal(signum)
     _, words = process.communicate(timeout=100)
