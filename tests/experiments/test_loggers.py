@@ -89,8 +89,8 @@ def test_wandb_offline_after_two_kills(runs, finished, rows):
     assert steps == list(range(len(steps)))
     plain = [{name: value for name, value in row.items() if name[0] != "_"} for row in shown]
     assert plain == [as_wandb(row) for row in rows(folder)]
-    # Each attempt has an event file of its own. Two that began in the same second are read in no order that means anything,
-    # so they are read one by one.
+    # Each attempt has an event file of its own. Two that began in the same second have no order that means anything, so
+    # they are read one by one.
     steps = set()
     for file in folder.glob("tensorboard/**/events.out.tfevents.*"):
         events = EventAccumulator(str(file)).Reload()
