@@ -6,7 +6,9 @@ command line.
 """
 
 from .base import Normalizer, get_normalizer, list_normalizers, register_normalizer
+from .esp import ESP
 from .l2 import L2, SinkhornL2
+from .lot import LOT
 from .scores import attention_scores, hide_padding
 from .sigmoid import Sigmoid
 from .sinkhorn import Sinkhorn
@@ -14,7 +16,9 @@ from .softmax import Softmax
 from .unbalanced import UnbalancedSinkhorn
 
 __all__ = [
+    "ESP",
     "L2",
+    "LOT",
     "Normalizer",
     "Sigmoid",
     "Sinkhorn",
