@@ -18,7 +18,7 @@ from .classifier import Classifier
 Row = dict[str, Any]
 
 
-class Recorder(Callback):
+class RunLog:
     """Writes what each epoch gave.
 
     The rows are part of every checkpoint: a run that goes on from one starts with exactly the rows that preceded it,
@@ -34,14 +34,6 @@ class Recorder(Callback):
     def __init__(self, folder: Path, split: str, table: bool, lines: bool) -> None:
         self.folder, self.split, self.table, self.lines = folder, split, table, lines
         self.rows: list[Row] = []
-        self._epoch_start = 0.0
-        self._samples = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rows = list(state_dict["rows"])
 
     def begin(self, rows: list[Row], loggers: list[Logger]) -> None:
         """Starts with the rows that a checkpoint holds (none in a fresh run), and tells them to offline wandb runs."""
@@ -74,6 +66,45 @@ class Recorder(Callback):
         for logger in loggers:
             _log(logger, row)
 
+    def add_timing(self, epoch: int, step: int, epochs: int, seconds: float, samples: int) -> None:
+        """Writes how long an epoch of `samples` took, after its rows were added, and its line where lines are asked."""
+        timing = {
+            "epoch": epoch,
+            "step": step,
+            "seconds": round(seconds, 4),
+            "samples_per_second": round(samples / seconds, 1),
+            "ended": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        }
+        append_line(self.folder / "timing.jsonl", timing)
+        if self.lines:
+            words = "  ".join(f"{name} {value:.4f}" for name, value in self.metrics(epoch, self.split).items())
+            print(f"epoch {epoch}/{epochs}  {self.split}: {words}  ({seconds:.1f} s)", file=sys.stderr)
+
+    def _write_table(self) -> None:
+        if not self.table:
+            return
+        columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_atomic(self.folder / "metrics.csv", text.getvalue())
+
+
+class Recorder(RunLog, Callback):
+    """The log of a run that Lightning trains."""
+
+    def __init__(self, folder: Path, split: str, table: bool, lines: bool) -> None:
+        super().__init__(folder, split, table, lines)
+        self._epoch_start = 0.0
+        self._samples = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = list(state_dict["rows"])
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._epoch_start, self._samples = time.perf_counter(), 0
 
@@ -96,29 +127,9 @@ class Recorder(Callback):
                 self.add(row, trainer.loggers)
             else:  # every process knows the rows, by which the best epoch is chosen; the first one writes them
                 self.rows.append(row)
-        if not trainer.is_global_zero:
-            return
-        timing = {
-            "epoch": epoch,
-            "step": step,
-            "seconds": round(seconds, 4),
-            "samples_per_second": round(self._samples * trainer.world_size / seconds, 1),
-            "ended": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        }
-        append_line(self.folder / "timing.jsonl", timing)
-        if self.lines:
-            words = "  ".join(f"{name} {value:.4f}" for name, value in evaluated.items())
-            print(f"epoch {epoch}/{trainer.max_epochs}  {self.split}: {words}  ({seconds:.1f} s)", file=sys.stderr)
-
-    def _write_table(self) -> None:
-        if not self.table:
-            return
-        columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_atomic(self.folder / "metrics.csv", text.getvalue())
+        if trainer.is_global_zero:
+            samples = self._samples * trainer.world_size
+            self.add_timing(epoch, step, trainer.max_epochs or epoch, seconds, samples)
 
 
 def make_loggers(config: dict[str, Any], folder: Path, digest: str, step: int) -> list[Logger]:
