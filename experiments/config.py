@@ -1,18 +1,21 @@
 """The shape of a configuration: its sections, their types, and its resolution. Unknown keys are refused."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from .data.fashion import standin_source
 from .errors import RunError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -107,11 +110,30 @@ def register() -> None:
     Hydra checks a file against any schema of the same name that some package stored: fairseq, once imported, has an
     optimizer/adam of its own. Such schemas of our groups are taken out.
     """
+    OmegaConf.register_new_resolver("standin_source", standin_source, replace=True)
     store = ConfigStore.instance()
     store.store(name="shape", node=Config)
     for group in CONFIGS.iterdir():
         if group.is_dir() and group.name != "hydra":
             store.repo.pop(group.name, None)
+
+
+@contextmanager
+def composing() -> Iterator[ConfigLoaderImpl]:
+    """Hydra's composition of the files in `CONFIGS`: within it, `hydra.compose` works; yields the loader of the files.
+
+    Raises:
+        RunError: for what Hydra refuses.
+    """
+    register()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+            loader = GlobalHydra.instance().config_loader()
+            assert isinstance(loader, ConfigLoaderImpl)
+            yield loader
+    except HydraException as error:
+        raise RunError(" ".join(str(error).split())) from error
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
@@ -120,38 +142,53 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     Raises:
         RunError: for an override that Hydra refuses.
     """
-    register()
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-            return hydra.compose("train", overrides=list(overrides))
-    except HydraException as error:
-        raise RunError(" ".join(str(error).split())) from error
+    with composing():
+        return hydra.compose("train", overrides=list(overrides))
 
 
-def resolve(config: DictConfig) -> dict[str, Any]:
+def resolve(config: DictConfig, unchanged: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A configuration as plain values, resolved once for all and checked as far as it can be without data or model.
+
+    Args:
+        config: composed.
+        unchanged: sections known from a resolved configuration that differs from this one in plain values of other
+            sections alone. These sections are not read, and the others once: that clocks are no part of them is known.
 
     Raises:
         RunError: for a missing value, an interpolation that leads nowhere or changes between two readings, or a value
             out of range.
     """
+    known = {} if unchanged is None else unchanged
+    OmegaConf.clear_cache(config)
     try:
-        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True, enum_to_str=True)
-        OmegaConf.clear_cache(config)
-        again = OmegaConf.to_container(config, resolve=True, throw_on_missing=True, enum_to_str=True)
+        resolved = again = _read(config, known)
+        if unchanged is None:
+            OmegaConf.clear_cache(config)
+            again = _read(config, known)
     except OmegaConfBaseException as error:
         raise RunError(f"configuration: {str(error).splitlines()[0]}{_place(error)}") from error
-    assert isinstance(resolved, dict)
-    assert isinstance(again, dict)
-    for section in map(str, resolved):
+    for section in resolved:
         if resolved[section] != again[section]:
             raise RunError(
                 f"configuration: {section} reads differently each time (now {again[section]!r}): "
                 "a run is known by its configuration, so clocks and random values cannot be part of it"
             )
-    _check(resolved)  # type: ignore[arg-type]
-    return resolved  # type: ignore[return-value]
+    whole = {str(section): resolved.get(str(section), known.get(str(section))) for section in config}
+    _check(whole)
+    return whole
+
+
+def _read(config: DictConfig, known: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {}
+    for section in map(str, config):
+        if section not in known:
+            value = config[section]
+            plain[section] = (
+                OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True)
+                if OmegaConf.is_config(value)
+                else value
+            )
+    return plain
 
 
 def _place(error: OmegaConfBaseException) -> str:

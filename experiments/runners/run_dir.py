@@ -119,13 +119,18 @@ class RunDir:
     card: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> "RunDir":
-        """The folder of a resolved configuration: the one that ends in its hash, or else the one to be made."""
+    def of(cls, config: dict[str, Any], folders: Mapping[str, Path] | None = None) -> "RunDir":
+        """The folder of a resolved configuration: the one that ends in its hash, or else the one to be made.
+
+        Args:
+            config: resolved.
+            folders: of its experiment, as `folders_by_hash` gives them; listed here where they are not given.
+        """
         digest = run_hash(config)
         parent = Path(config["paths"]["runs"]) / config["experiment"]
         label = re.sub(r"[^A-Za-z0-9._-]+", "-", config["label"]).strip("-.") or "run"
-        existing = sorted(parent.glob(f"*-{digest[:8]}"))
-        return cls(existing[0] if existing else parent / f"{label}-{digest[:8]}", config, digest)
+        existing = (folders_by_hash(parent) if folders is None else folders).get(digest[:8])
+        return cls(existing or parent / f"{label}-{digest[:8]}", config, digest)
 
     @property
     def checkpoints(self) -> Path:
@@ -235,6 +240,14 @@ class RunDir:
             attempt = json.loads((self.path / "run.json").read_text(encoding="utf-8"))["attempts"][-1]
             return f" (process {attempt['pid']} on {attempt['host']}, since {attempt['started']})"
         return ""
+
+
+def folders_by_hash(experiment: Path) -> dict[str, Path]:
+    """The run folders of an experiment by the eight digits that their names end in; of several the first by name."""
+    folders: dict[str, Path] = {}
+    for path in sorted(experiment.glob("*-*")):
+        folders.setdefault(path.name.rpartition("-")[2], path)
+    return folders
 
 
 def process_rank() -> int:
