@@ -89,6 +89,8 @@ class Config:
 
     experiment: str = MISSING
     label: str = MISSING
+    engine: str = "lightning"
+    init_from: dict[str, Any] | None = None
     seed: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -204,7 +206,8 @@ def _check(config: dict[str, Any]) -> None:
     trainer, protocol = config["trainer"], config["protocol"]
     _choice("trainer.precision", trainer["precision"], list(PRECISIONS))
     _choice("protocol.select_on", protocol["select_on"], ["val", "test"])
-    _choice("protocol.metric", protocol["metric"], ["accuracy", "loss"])
+    _choice("protocol.metric", protocol["metric"], ["accuracy", "loss", "bleu"])
+    _choice("engine", config["engine"], ["lightning", "fairseq"])
     _choice("wandb.mode", config["wandb"]["mode"], ["offline", "online"])
     for key, least in (("max_epochs", 1), ("devices", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
         _at_least(f"trainer.{key}", trainer[key], least)
