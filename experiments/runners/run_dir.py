@@ -63,9 +63,21 @@ NOT_IDENTITY = (
     "trainer.strategy",
     "trainer.threads",
 )
+# What says nothing where it is as usual: a run has the same identity as one whose configuration lacks the key.
+USUAL = {"engine": "lightning", "init_from": None}
 # Environment variable by which the first process of a run tells the run's folder to those that it starts.
 RUN_FOLDER = "SINKFORMER_RUN_FOLDER"
-PACKAGES = ("torch", "timm", "lightning", "torchmetrics", "hydra-core", "numpy", "sinkhorn-attention")
+PACKAGES = (
+    "torch",
+    "timm",
+    "lightning",
+    "torchmetrics",
+    "hydra-core",
+    "numpy",
+    "ve-fairseq",
+    "sacrebleu",
+    "sinkhorn-attention",
+)
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +89,9 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         for group in groups:
             place = place.get(group, {})
         place.pop(last, None)
+    for key, usual in USUAL.items():
+        if kept.get(key, usual) == usual:
+            kept.pop(key, None)
     return _plain_numbers(kept)
 
 
