@@ -21,6 +21,9 @@ from .config import CONFIGS, register, resolve
 from .errors import RunError
 from .runners.run_dir import RUN_FOLDER, RunDir, process_rank, read_config, train_command
 
+# The metrics of a result that are told, the first that it has, and their digits.
+SHOWN = {"accuracy": 4, "bleu": 2, "loss": 4}
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -46,6 +49,8 @@ def execute(config: DictConfig, overrides: Sequence[str]) -> Outcome:
     if run.finished:
         say(f"finished already, nothing to do: {run.path}")
         return Outcome(run.path, run.result(), True)
+    if resolved["engine"] == "fairseq":
+        return _with_fairseq(resolved, run, overrides)
     # Imported only where there is something to train: it takes seconds.
     import torch
 
@@ -65,13 +70,23 @@ def execute(config: DictConfig, overrides: Sequence[str]) -> Outcome:
     return Outcome(run.path, result, False)
 
 
+def _with_fairseq(resolved: dict[str, Any], run: RunDir, overrides: Sequence[str]) -> Outcome:
+    from .runners import fairseq
+
+    result = fairseq.train(resolved, run, train_command(overrides))
+    if result:
+        say(f"finished: {run.path}: {in_words(result)}")
+    return Outcome(run.path, result, False)
+
+
 def in_words(result: dict[str, Any]) -> str:
     """A result in half a line."""
     best, last = result["best"], result["last"]
     split = "test" if "test" in best else result["selected_on"]
+    metric, digits = next((name, digits) for name, digits in SHOWN.items() if name in best[split])
     return (
-        f"{split} accuracy {best[split]['accuracy']:.4f} at the epoch chosen on {result['selected_on']} "
-        f"({best['epoch']}), {last[split]['accuracy']:.4f} at the last ({last['epoch']})"
+        f"{split} {metric} {best[split][metric]:.{digits}f} at the epoch chosen on {result['selected_on']} "
+        f"({best['epoch']}), {last[split][metric]:.{digits}f} at the last ({last['epoch']})"
     )
 
 
