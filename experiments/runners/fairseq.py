@@ -1,0 +1,362 @@
+"""Trains and evaluates a run with fairseq, in a process of its own (`fairseq_child`, `fairseq_score`).
+
+In the run's folder there is also `fairseq.log`, everything that fairseq wrote, of all attempts. The checkpoints are
+fairseq's: `checkpoint_best.pt`, `checkpoint_last.pt`, and with `init_from` `checkpoint_initial.pt`, the weights that
+the run began with, which are evaluated as epoch 0 and stand in result.json as `initial`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from lightning.pytorch.loggers import Logger
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..errors import RunError
+from ..files import explain_full_disk
+from . import fairseq_command as command
+from .fairseq_events import improves, read_event
+from .recorder import Row, RunLog, close_loggers, make_loggers
+from .run_dir import RunDir, process_rank
+
+Config = dict[str, Any]
+LOG = "fairseq.log"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
+
+
+@dataclass
+class Child:
+    """A process that runs fairseq: its events, and its log."""
+
+    process: "subprocess.Popen[str]"
+    log: IO[str] | None = None
+    signal: int = 0
+    unwritten: list[str] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, module: str, words: Sequence[str], config: Config) -> "Child":
+        """Starts `python -m experiments.runners.<module>` in a session of its own: signals come from here alone."""
+        environment = dict(os.environ)
+        paths = [str(command.ROOT), str(command.PLUGIN.parent), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment |= {"PYTHONUTF8": "1", "PYTHONWARNINGS": "ignore"}
+        if config["trainer"]["accelerator"] == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        if config["trainer"]["threads"] is not None:
+            environment["OMP_NUM_THREADS"] = str(config["trainer"]["threads"])
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.{module}", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+        return cls(process)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What the process tells, until it ends; the rest of its lines goes to the log.
+
+        Raises:
+            RunError: for what it says went wrong.
+        """
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = read_event(line)
+            if event is None:
+                self._write(line)
+                if (update := _progress(line)) is not None:
+                    yield {"event": "progress", "epochs": update}
+            elif event["event"] == "warning":
+                print(f"warning: {event['message']}", file=sys.stderr)
+            elif event["event"] == "failed":
+                self.process.wait()
+                where = f" (everything that fairseq wrote: {self.log.name})" if self.log is not None else ""
+                raise RunError(f"{event['message']}{where}")
+            else:
+                yield event
+
+    def say(self, line: str) -> None:
+        """Writes a line to the process's input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def keep_log(self, path: Path) -> None:
+        """Appends all lines to a file, those before as well."""
+        self.log = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by `end`
+        self.log.writelines(self.unwritten)
+        self.unwritten.clear()
+
+    def _write(self, line: str) -> None:
+        if not line.strip():
+            return
+        if self.log is None:
+            self.unwritten.append(line)
+        else:
+            self.log.write(line)
+            self.log.flush()
+
+    def end(self) -> None:
+        """Ends the process where it has not ended, and the log."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+        if self.log is not None:
+            self.log.close()
+
+    def fate(self) -> RunError:
+        """Why a process is gone that told nothing."""
+        code = self.process.wait()
+        log = self.log.name if self.log is not None else None
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        last = next((line.strip() for line in reversed(self.unwritten) if line.strip()), "")
+        hint = "; perhaps the memory of the machine was used up" if code == -signal.SIGKILL else ""
+        return RunError(f"fairseq's process {how}{hint} ({f'its log: {log}' if log else last or 'it wrote nothing'})")
+
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """Passes signals on to the process, which then saves a checkpoint and ends; a second one ends it at once."""
+
+        def forward(signum: int, frame: object) -> None:
+            if self.signal:
+                self.process.kill()
+            else:
+                self.signal = signum
+                self.process.send_signal(signum)
+
+        try:
+            before = {number: signal.signal(number, forward) for number in SIGNALS}
+        except ValueError:  # not the main thread, which alone may do this
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _progress(line: str) -> float | None:
+    """The epochs that are done, out of a line of fairseq's JSON log within an epoch."""
+    if " | train_inner | {" not in line:
+        return None
+    try:
+        return float(json.loads(line[line.index("{") :])["update"])
+    except (ValueError, LookupError):
+        return None
+
+
+def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
+    """Trains a run to its end, from its last checkpoint or from the start; returns what result.json holds.
+
+    Of several processes that train one run the first alone writes; the others return {}.
+
+    Raises:
+        RunError: for what the user can put right; no folder has been made where the configuration was at fault.
+        SystemExit: with `INTERRUPTED` after Ctrl-C, `TERMINATED` after another signal; a checkpoint has been saved.
+    """
+    command.check_sections(config)
+    facts = command.facts(command.read_manifest(config["data"]))
+    _same_data(run, facts)
+    words = command.arguments(config, run.checkpoints)
+    settings = {
+        "every_n_steps": config["trainer"]["checkpoint_every_n_steps"],
+        "deterministic": config["trainer"]["deterministic"],
+        "threads": config["trainer"]["threads"],
+    }
+    child = Child.start("fairseq_child", [json.dumps(settings), *words], config)
+    try:
+        with child.forwarding():
+            ready = _wait_until_ready(child)
+            if config["trainer"]["accelerator"] in ("gpu", "cuda") and ready["devices"] == ["cpu"]:
+                raise RunError(f"trainer.accelerator={config['trainer']['accelerator']}: there is no GPU here")
+            if process_rank() > 0:
+                child.say("go")
+                _follow(child, None, [], config, run)
+                return {}
+            known = {"data": facts, "n_params": ready["n_params"]}
+            threads = config["trainer"]["threads"] or os.cpu_count() or 1
+            with (
+                run.attempt(shell_command, known, ready["devices"], threads),
+                explain_full_disk(f"{run.path} stands at its last checkpoint"),
+            ):
+                print(f"run: {run.path}", file=sys.stderr)
+                child.keep_log(run.path / LOG)
+                child.say("go")
+                log = RunLog(run.path, config["protocol"]["select_on"], config["logger"]["csv"], not _bar(config))
+                loggers: list[Logger] = []
+                _follow(child, log, loggers, config, run)
+                result = _sum_up(config, run, log, loggers, known)
+                run.finish(result)
+    finally:
+        child.end()
+    return result
+
+
+def _bar(config: Config) -> bool:
+    return bool(config["trainer"]["progress_bar"] and sys.stderr.isatty())
+
+
+def _same_data(run: RunDir, facts: dict[str, Any]) -> None:
+    card = run.path / "run.json"
+    if not card.is_file():
+        return
+    before = json.loads(card.read_text(encoding="utf-8"))["data"]["split_hash"]
+    if before != facts["split_hash"]:
+        raise RunError(
+            f"the data are not those that {run.path} was begun with (splits {facts['split_hash'][:12]}, not "
+            f"{before[:12]}): prepare them as before, or move that folder away"
+        )
+
+
+def _wait_until_ready(child: Child) -> dict[str, Any]:
+    for event in child.events():
+        if event["event"] == "ready":
+            return event
+    if child.signal:
+        raise SystemExit(_code(child.signal))
+    raise child.fate()
+
+
+def _code(signum: int) -> int:
+    return INTERRUPTED if signum == signal.SIGINT else TERMINATED
+
+
+def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Config, run: RunDir) -> None:
+    """Writes what the training tells, until it has ended."""
+    epochs, step = config["trainer"]["max_epochs"], 0
+    columns = (TextColumn("epoch {task.completed:.1f}/{task.total}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not _bar(config)) as progress:
+        bar = progress.add_task("", total=epochs)
+        for event in child.events():
+            if event["event"] == "finished":
+                return
+            if event["event"] == "stopped":
+                words = signal.Signals(event["signal"]).name
+                print(f"stopped by {words} at step {step}; the same command goes on from there", file=sys.stderr)
+                raise SystemExit(_code(event["signal"]))
+            if event["event"] == "progress":
+                progress.update(bar, completed=event["epochs"])
+            elif event["event"] == "started" and log is not None:
+                step = event["step"]
+                if step:
+                    run.note_resumed(step)
+                    print(f"goes on from epoch {event['epoch']}, step {step}", file=sys.stderr)
+                loggers += make_loggers(config, run.path, run.hash, step)
+                log.begin([row for entry in event["history"] for row in _rows(entry, log.split)], loggers)
+            elif event["event"] == "epoch" and log is not None:
+                step = event["step"]
+                for row in _rows(event, log.split):
+                    log.add(row, loggers)
+                log.add_timing(event["epoch"], step, epochs, event["seconds"], event["samples"])
+                progress.update(bar, completed=event["epoch"])
+    if child.signal and child.process.wait() != 0:
+        raise SystemExit(_code(child.signal))
+    raise child.fate()
+
+
+def _rows(entry: dict[str, Any], split: str) -> list[Row]:
+    place = {"epoch": entry["epoch"], "step": entry["step"]}
+    rows = [{**place, "split": "train", **entry["train"]}] if "train" in entry else []
+    return [*rows, {**place, "split": split, **entry["valid"]}]
+
+
+def _sum_up(config: Config, run: RunDir, log: RunLog, loggers: list[Logger], known: dict[str, Any]) -> dict[str, Any]:
+    """Evaluates on the test split, and makes what result.json holds."""
+    protocol, metric = config["protocol"], config["protocol"]["metric"]
+    evaluated = [row for row in log.rows if row["split"] == log.split]
+    best: Row | None = None
+    for row in evaluated:
+        if row["epoch"] > 0 and improves(row[metric], None if best is None else best[metric], metric != "loss"):
+            best = row
+    assert best is not None
+    places = {"best": best, "last": evaluated[-1]}
+    if evaluated[0]["epoch"] == 0:
+        places = {"initial": evaluated[0], **places}
+    found: dict[str, dict[str, Any]] = {}
+    for name, row in places.items():
+        place = {"epoch": row["epoch"], "step": row["step"], "checkpoint": f"checkpoints/checkpoint_{name}.pt"}
+        found[name] = {**place, log.split: log.metrics(row["epoch"], log.split)}
+    extra: dict[str, Any] = {}
+    if protocol["test"] and log.split != "test":
+        files = {row["epoch"]: run.path / found[name]["checkpoint"] for name, row in places.items()}
+        scores = score(config, files, "test", run.path / LOG)
+        extra = {"bleu_signature": scores["signature"]} if scores.get("signature") else {}
+        for place in found.values():
+            scored = scores["metrics"][str(place["epoch"])]
+            if scored["step"] != place["step"]:
+                raise RunError(f"{run.path / place['checkpoint']} is of step {scored['step']}, not {place['step']}")
+            place["test"] = scored["metrics"]
+            if not log.metrics(place["epoch"], "test"):
+                row = {"epoch": place["epoch"], "step": place["step"], "split": "test", **place["test"]}
+                log.add(row, loggers)
+    close_loggers(loggers)
+    for leftover in ("checkpoint_previous.pt", "checkpoint_new.pt"):
+        (run.checkpoints / leftover).unlink(missing_ok=True)
+    return {
+        "hash": run.hash,
+        "experiment": config["experiment"],
+        "label": config["label"],
+        "seed": config["seed"],
+        "epochs": config["trainer"]["max_epochs"],
+        "steps": places["last"]["step"],
+        "n_params": known["n_params"],
+        "data": known["data"],
+        "selected_on": protocol["select_on"],
+        "metric": metric,
+        **extra,
+        **found,
+    }
+
+
+def score(config: Config, checkpoints: dict[int, Path], split: str, log: Path | None = None) -> dict[str, Any]:
+    """Metrics of checkpoints on a split, on one device, every sentence once.
+
+    Args:
+        config: resolved.
+        checkpoints: files by any numbers.
+        split: "train", "val" or "test".
+        log: where fairseq's lines go.
+
+    Returns:
+        `metrics`, by those numbers as words: `step` and `metrics` of each; `signature` of sacrebleu where it counted.
+
+    Raises:
+        RunError: for what went wrong.
+    """
+    data = config["data"]
+    request = {
+        "user_dir": str(command.PLUGIN),
+        "data": str(command.data_bin(data)),
+        "checkpoints": {str(number): str(path.resolve()) for number, path in checkpoints.items()},
+        "split": {"val": "valid"}.get(split, split),
+        "batch_size": data.get("eval_batch_size") or data.get("batch_size"),
+        "max_tokens": data.get("eval_max_tokens") or data.get("max_tokens"),
+        "generation": data.get("generation"),
+        "threads": config["trainer"]["threads"],
+    }
+    child = Child.start("fairseq_score", [json.dumps(request)], config)
+    try:
+        if log is not None:
+            child.keep_log(log)
+        with child.forwarding():
+            for event in child.events():
+                if event["event"] == "scores":
+                    return event
+            if child.signal:
+                raise SystemExit(_code(child.signal))
+            raise child.fate()
+    finally:
+        child.end()

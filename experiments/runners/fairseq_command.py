@@ -1,0 +1,253 @@
+"""The arguments of fairseq-train that a configuration stands for.
+
+Sections `data`, `model`, `optimizer` and `scheduler` hold a few keys of the suite (`KEYS`); every further key in them
+is an option of fairseq, task, criterion, architecture, optimizer or scheduler, by its own name with underscores:
+`max_source_positions: 256` is `--max-source-positions 256`. True is the bare option, false and null leave it out, a
+list is joined by commas, a mapping is written as JSON.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import RunError
+from ..seeding import stream_seed
+
+Config = Mapping[str, Any]
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = ROOT / "plugins" / "fairseq_sinkhorn"
+#: The keys of each section that are not passed on by their own name.
+KEYS: dict[str, tuple[str, ...]] = {
+    "data": ("name", "folder", "batch_size", "max_tokens", "eval_batch_size", "eval_max_tokens", "generation"),
+    "model": (),
+    "optimizer": ("name", "lr"),
+    "scheduler": ("name", "milestones", "gamma"),
+}
+NEEDED = {"data": ("name", "folder", "task"), "model": ("arch", "criterion"), "optimizer": ("name", "lr")}
+
+
+def arguments(config: Config, checkpoints: Path, environment: Mapping[str, str] | None = None) -> list[str]:
+    """The words after `fairseq-train`, for one process of the run.
+
+    Args:
+        config: resolved.
+        checkpoints: folder of the checkpoints.
+        environment: variables that a job's tasks are told apart by; None for this process's own.
+
+    Raises:
+        RunError: for what fairseq cannot do, options that the suite sets itself, and what is not there.
+    """
+    trainer = config["trainer"]
+    processes = trainer["devices"] * trainer["num_nodes"]
+    made = {
+        "user-dir": str(PLUGIN),
+        "save-dir": str(checkpoints.resolve()),
+        "seed": str(stream_seed("fairseq", config["seed"]) % 2**31),
+        "max-epoch": str(trainer["max_epochs"]),
+        "update-freq": str(trainer["accumulate_grad_batches"]),
+        "clip-norm": str(trainer["gradient_clip_norm"] or 0.0),
+        # fairseq leaves out a last batch whose size is no multiple of 8.
+        "required-batch-size-multiple": "1",
+        # By default the batches of the first epoch serve for all, and are other ones in a run that goes on later.
+        "update-epoch-batch-itr": "1",
+        "no-epoch-checkpoints": "",
+        "log-format": "json",
+        "log-interval": "10",
+        "valid-subset": "valid" if config["protocol"]["select_on"] == "val" else "test",
+        **{key.replace("_", "-"): value for key, value in _selection(config["protocol"]["metric"]).items()},
+        **_precision(trainer),
+        **_batches(config["data"], processes),
+        **distributed(trainer, os.environ if environment is None else environment),
+        **_attention(config["attention"]),
+        **_scheduler(config),
+        "optimizer": config["optimizer"]["name"],
+    }
+    for section, keys in KEYS.items():
+        for key, value in (config[section] or {}).items():
+            option = str(key).replace("_", "-")
+            if key in keys:
+                continue
+            if option in made:
+                raise RunError(f"{section}.{key}: --{option} is set by the suite itself; see its sections")
+            word = _word(value)
+            if word is not None:
+                made[option] = word
+    words = [str(data_bin(config["data"]))]
+    for option, value in made.items():
+        words += [f"--{option}={value}"] if value != "" else [f"--{option}"]
+    return words
+
+
+def check_sections(config: Config) -> None:
+    """Refuses a configuration that was made for another engine, or lacks what fairseq needs.
+
+    Raises:
+        RunError: naming the key.
+    """
+    for section, keys in NEEDED.items():
+        for key in keys:
+            if key not in config[section]:
+                raise RunError(f"engine=fairseq needs {section}.{key}: take a {section} that is made for fairseq")
+    for section in KEYS:
+        if "_target_" in (config[section] or {}):
+            raise RunError(
+                f"{section}: {config[section]['_target_']} is for engine=lightning; take a {section} that is made for "
+                "fairseq"
+            )
+
+
+def data_folder(data: Config) -> Path:
+    """The folder that `experiments.data.prepare` made."""
+    return Path(data["folder"]) / data["name"]
+
+
+def data_bin(data: Config) -> Path:
+    """The folder of fairseq's binary files."""
+    return data_folder(data) / "data-bin"
+
+
+def read_manifest(data: Config) -> dict[str, Any]:
+    """What the preparation says of the data.
+
+    Raises:
+        RunError: where they are not there, or not complete.
+    """
+    folder = data_folder(data)
+    remedy = f"python -m experiments.data.prepare {data['name']} --folder {data['folder']}"
+    try:
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise RunError(f"data: {folder} is not prepared: {remedy}") from None
+    if not data_bin(data).is_dir():
+        raise RunError(f"data: {folder} has no data-bin; install fairseq, then: {remedy}")
+    return manifest
+
+
+def facts(manifest: Config) -> dict[str, Any]:
+    """What the run card and the result say of the data."""
+    sizes = {{"valid": "val"}.get(split, split): count for split, count in manifest["sizes"].items()}
+    return {"name": manifest["name"], "split_hash": manifest["split_hash"], "sizes": sizes}
+
+
+def _word(value: Any) -> str | None:
+    """A value as a word of the command line, "" for a bare option, None to leave it out."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return ""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _selection(metric: str) -> dict[str, str]:
+    chosen = {"best_checkpoint_metric": metric}
+    return chosen if metric == "loss" else {**chosen, "maximize_best_checkpoint_metric": ""}
+
+
+def _precision(trainer: Config) -> dict[str, str]:
+    if trainer["strategy"] != "auto":
+        raise RunError(f"trainer.strategy={trainer['strategy']}: fairseq's runs know auto (data parallel) alone")
+    if trainer["accelerator"] not in ("auto", "cpu", "gpu", "cuda"):
+        raise RunError(f"trainer.accelerator={trainer['accelerator']}: fairseq trains on gpu or cpu")
+    on_cpu = {"cpu": ""} if trainer["accelerator"] == "cpu" else {}
+    if trainer["precision"] == "32":
+        return on_cpu
+    if trainer["precision"] == "fp16":
+        if on_cpu:
+            raise RunError("trainer.precision=fp16 needs a GPU; on a CPU take 32")
+        return {"amp": ""}  # autocast, weights in float32; fairseq's --fp16 makes the weights half ones
+    reason = "its --bf16 asks for a TPU" if trainer["precision"] == "bf16" else "it has no such mode"
+    raise RunError(f"trainer.precision={trainer['precision']} is not for fairseq 0.12.3, {reason}: take 32 or fp16")
+
+
+def _batches(data: Config, processes: int) -> dict[str, str]:
+    """Fairseq's sizes are those of one process; the batch is divided among them."""
+    made = {}
+    if data.get("batch_size") is None and data.get("max_tokens") is None:
+        raise RunError("data.batch_size (sentences) or data.max_tokens says how large a batch is; both are missing")
+    for key, option in (("batch_size", "batch-size"), ("max_tokens", "max-tokens")):
+        size = data.get(key)
+        if size is None:
+            continue
+        if size < 1 or size % processes:
+            raise RunError(f"data.{key}={size} cannot be divided among {processes} processes")
+        made[option] = str(size // processes)
+        evaluated = data.get(f"eval_{key}")
+        if evaluated is not None:
+            made[f"{option}-valid"] = str(evaluated)
+    return made
+
+
+def distributed(trainer: Config, environment: Mapping[str, str]) -> dict[str, str]:
+    """Fairseq's options for several processes; empty for one.
+
+    On one machine without a job of several tasks the first process starts the others (`fairseq_child`). In a SLURM job
+    with one task for each process, every task is one of them: SLURM_PROCID and SLURM_LOCALID number them, MASTER_ADDR
+    and MASTER_PORT say where they meet.
+
+    Raises:
+        RunError: where the job does not fit trainer.devices and trainer.num_nodes.
+    """
+    processes = trainer["devices"] * trainer["num_nodes"]
+    tasks = int(environment.get("SLURM_NTASKS", "1"))
+    if processes == 1:
+        return {"distributed-world-size": "1"}
+    made = {"distributed-world-size": str(processes)}
+    if tasks == 1 and trainer["num_nodes"] == 1:
+        return made
+    if tasks != processes:
+        raise RunError(
+            f"the job has {tasks} tasks for trainer.devices={trainer['devices']} on trainer.num_nodes="
+            f"{trainer['num_nodes']}: ask for one task per device, {processes}"
+        )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID") if name not in environment]
+    if missing:
+        raise RunError(
+            f"several tasks train this run, and {', '.join(missing)} is not set: submit it with slurm/submit.py"
+        )
+    return made | {
+        "distributed-init-method": f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
+        "distributed-rank": environment["SLURM_PROCID"],
+        "device-id": environment.get("SLURM_LOCALID", "0"),
+        "distributed-no-spawn": "",
+    }
+
+
+def _attention(attention: Config) -> dict[str, str]:
+    options = dict(attention)
+    made = {"attention-normalizer": options.pop("name")}
+    for key, option in (("n_iters", "sinkhorn-iters"), ("gradient", "sinkhorn-gradient")):
+        if options.get(key) is not None:
+            made[option] = str(options[key])
+        options.pop(key, None)
+    layers = options.pop("layers", None)
+    if layers is not None:
+        made["sinkhorn-layers"] = json.dumps(layers) if isinstance(layers, list) else str(layers)
+    if options:
+        made["attention-normalizer-options"] = json.dumps(options)
+    return made
+
+
+def _scheduler(config: Config) -> dict[str, str]:
+    """`--lr` and `--lr-scheduler`; null keeps the rate.
+
+    `fixed` takes `milestones` (epochs that are over when the rate falls) and `gamma`, as torch's MultiStepLR does; they
+    become fairseq's list of one rate for each epoch.
+    """
+    rate, scheduler = config["optimizer"]["lr"], config["scheduler"]
+    if scheduler is None:
+        return {"lr-scheduler": "fixed", "lr": repr(float(rate))}
+    if "name" not in scheduler:
+        raise RunError("scheduler.name is missing: fairseq's schedulers are fixed, inverse_sqrt, cosine, ...")
+    rates = [float(rate)]
+    if scheduler.get("milestones"):
+        if scheduler["name"] != "fixed":
+            raise RunError(f"scheduler.milestones is for scheduler.name=fixed, not {scheduler['name']}")
+        epochs = range(1, config["trainer"]["max_epochs"] + 1)
+        fallen = [sum(milestone < epoch for milestone in scheduler["milestones"]) for epoch in epochs]
+        rates = [float(rate) * scheduler["gamma"] ** times for times in fallen]
+    return {"lr-scheduler": scheduler["name"], "lr": ",".join(map(repr, rates))}
