@@ -50,6 +50,14 @@ class ProtocolConfig:
 
 
 @dataclass
+class ColumnsConfig:
+    """Section `columns`; configs/train.yaml says what each key is."""
+
+    every: int | None = None
+    samples: int = 64
+
+
+@dataclass
 class ReportConfig:
     """Section `report`; configs/train.yaml says what each key is."""
 
@@ -100,6 +108,7 @@ class Config:
     learning_rates: dict[str, Any] = field(default_factory=dict)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -215,6 +224,9 @@ def _check(config: dict[str, Any]) -> None:
     for key in ("threads", "checkpoint_every_n_steps"):
         if trainer[key] is not None:
             _at_least(f"trainer.{key}", trainer[key], 1)
+    if config["columns"]["every"] is not None:
+        _at_least("columns.every", config["columns"]["every"], 1)
+    _at_least("columns.samples", config["columns"]["samples"], 1)
     if trainer["gradient_clip_norm"] is not None and not trainer["gradient_clip_norm"] > 0:
         raise RunError(f"trainer.gradient_clip_norm must be positive, or null; got {trainer['gradient_clip_norm']}")
     if protocol["select_on"] == "test" and not protocol["test"]:

@@ -17,6 +17,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from sinkhorn_attention.diagnostics import record_attention
 
 from ..config import PRECISIONS
 from ..data.base import BatchSampler, DataModule
@@ -25,6 +26,7 @@ from ..files import explain_full_disk
 from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
 from .classifier import Classifier
+from .columns import ColumnSums, recorded_batch
 from .recorder import Recorder, close_loggers, make_loggers
 from .run_dir import RUN_FOLDER, RunDir
 
@@ -42,6 +44,7 @@ class Plan:
     trainer: L.Trainer
     recorder: Recorder
     checkpoints: RunCheckpoints
+    columns: ColumnSums | None
 
 
 def prepare(config: Config, run: RunDir) -> Plan:
@@ -59,6 +62,13 @@ def prepare(config: Config, run: RunDir) -> Plan:
         run.checkpoints, recorder, config["protocol"]["metric"], split, settings["checkpoint_every_n_steps"]
     )
     callbacks: list[Callback] = [recorder, checkpoints]
+    columns = None
+    if config["columns"]["every"] is not None:
+        with explained("columns", config["columns"]):
+            with record_attention(module.model):  # refuses a model without attention
+                batch = recorded_batch(data, split, config["columns"]["samples"])
+            columns = ColumnSums(run.path, batch, config["columns"]["every"])
+        callbacks.append(columns)
     if bar:
         callbacks.append(RichProgressBar(refresh_rate=10, leave=False))
     with explained("trainer", settings):
@@ -84,7 +94,7 @@ def prepare(config: Config, run: RunDir) -> Plan:
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
-    return Plan(config, data, module, trainer, recorder, checkpoints)
+    return Plan(config, data, module, trainer, recorder, checkpoints, columns)
 
 
 def build(config: Config) -> tuple[DataModule, Classifier]:
@@ -171,6 +181,8 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             loggers = make_loggers(plan.config, run.path, run.hash, step)
             plan.trainer.loggers = loggers
             plan.recorder.begin(rows, loggers)
+            if plan.columns is not None:
+                plan.columns.lines.begin(step, loggers)
         _fit(plan, loader, None if start is None else start[0])
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -20,6 +20,7 @@ In the folder:
 - `result.json`: written last, so its presence means finished: `hash`, `experiment`, `label`, `seed`, `epochs`, `steps`,
   `n_params`, `data`, `selected_on` (the split that chose the epoch), `metric`, and `best` and `last`, each with
   `epoch`, `step`, `checkpoint` and the metrics of `val` and `test` (each only where the protocol evaluates it).
+- `column_sums.jsonl`: column sums of the attention, where `columns.every` asks for them: see `columns`.
 - `metrics.csv`, `wandb/`, `tensorboard/`: where the logger asks for them; copies of metrics.jsonl.
 """
 
@@ -47,6 +48,7 @@ from ..files import write_atomic, write_json
 
 # Where the work is done and how it is shown. `learning_rates` is the table that optimizer.lr is looked up in.
 NOT_IDENTITY = (
+    "columns",
     "label",
     "learning_rates",
     "logger",

@@ -1,0 +1,234 @@
+"""column_sums.jsonl: how far attention is from doubly stochastic while it is trained (Sander et al. 2022, figure 2).
+
+One line for every recorded epoch and attention layer, measured on the same samples of the evaluated split each time:
+`epoch` (finished epochs, 0 before training), `step`, `layer`, `n_tokens` (keys that take part, mean over the samples),
+`column_sums` (sorted, then averaged over samples and heads; at most 64 quantiles), `deviation` (mean of
+|column sum - 1| over keys, heads and samples), `row_error` and `column_error` (largest |sum - 1| of a map, mean over
+heads and samples).
+
+A column sum is given over what a doubly stochastic map would have there, n_valid / m_valid, which is 1 in
+self-attention: so 1 is the mark in rectangular maps too. Padding takes no part. Only these numbers leave the device,
+never a map.
+Recording changes nothing in a run: neither random numbers nor metrics nor checkpoints.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from sinkhorn_attention.diagnostics import AttentionRecord, record_attention
+from torch import Tensor, nn
+
+from ..data.base import Batch, DataModule, SampleKey
+from ..files import append_line, json_line, write_atomic
+from .classifier import Classifier
+
+FILE = "column_sums.jsonl"
+#: The most numbers of a line's `column_sums`.
+QUANTILES = 64
+Row = dict[str, Any]
+
+
+def column_rows(model: nn.Module, forward: Callable[[], Any], epoch: int, step: int) -> list[Row]:
+    """The lines of one epoch; the model is put into evaluation mode for it and left as it was, random numbers too.
+
+    Args:
+        model: whatever holds the attention layers (`sinkhorn_attention.record_attention` finds them).
+        forward: runs the model on the recorded samples.
+        epoch: finished epochs.
+        step: optimizer steps.
+
+    Raises:
+        ValueError: for a model without attention that can be recorded.
+    """
+    with _as_it_was(model), torch.no_grad(), record_attention(model) as log:
+        forward()
+    rows = []
+    for layer, records in log.items():
+        for call, record in enumerate(records):
+            name = layer if len(records) == 1 else f"{layer}#{call}"
+            rows.append({"epoch": epoch, "step": step, "layer": name, **summarize(record)})
+    return rows
+
+
+def summarize(record: AttentionRecord, quantiles: int = QUANTILES) -> dict[str, Any]:
+    """`n_tokens`, `column_sums`, `deviation`, `row_error` and `column_error` of one record, as the module says.
+
+    Maps without a key that takes part are left out.
+    """
+    keys = record.key_mask.sum(-1)
+    kept = keys > 0
+    keys, valid = keys[kept], record.key_mask[kept]
+    if not len(keys):
+        return {"n_tokens": 0, "column_sums": [], "deviation": 0.0, "row_error": 0.0, "column_error": 0.0}
+    target = record.query_mask.sum(-1)[kept].double() / keys
+    sums = record.column_sums[kept].double() / target.unsqueeze(-1)
+    deviation = (sums - 1).abs().masked_fill(~valid, 0.0).sum(-1) / keys
+    # Masked keys sort behind all others; quantiles are taken of the valid beginning of each map.
+    ordered = sums.masked_fill(~valid, torch.inf).sort(-1).values
+    count = min(quantiles, ordered.shape[-1])
+    place = torch.linspace(0, 1, count, dtype=torch.float64, device=sums.device) * (keys - 1).unsqueeze(-1)
+    below = place.floor().long()
+    above = torch.minimum(below + 1, (keys - 1).unsqueeze(-1))
+    low, high = ordered.gather(-1, below), ordered.gather(-1, above)
+    curve = (low + (place - below) * (high - low)).mean(0)
+    numbers = torch.stack(
+        [
+            keys.double().mean(),
+            deviation.mean(),
+            record.row_error[kept].double().mean(),
+            (record.column_error[kept].double() / target).mean(),
+        ]
+    )
+    tokens, *found = torch.cat([numbers, curve]).tolist()
+    mean_deviation, row_error, column_error, *column_sums = map(_short, found)
+    return {
+        "n_tokens": int(tokens) if tokens.is_integer() else _short(tokens),
+        "column_sums": column_sums,
+        "deviation": mean_deviation,
+        "row_error": row_error,
+        "column_error": column_error,
+    }
+
+
+def _short(value: float) -> float:
+    """As the shortest decimal that names its float32."""
+    return float(str(np.float32(value)))
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every module's own mode and the random numbers are those of before afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=sorted(device for device in devices if device is not None)):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+class ColumnLog:
+    """The file of one run.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows: list[Row] = []
+
+    def begin(self, step: int, loggers: Sequence[Logger] = ()) -> None:
+        """Keeps the lines up to the step that the run goes on from; later ones, or a cut-off one, are made again."""
+        self.rows = [row for row in read_rows(self.folder) if row["step"] <= step] if step else []
+        if self.rows or (self.folder / FILE).is_file():
+            write_atomic(self.folder / FILE, "".join(map(json_line, self.rows)))
+        for logger in loggers:
+            # As for the metrics: each attempt's offline folder has to be complete.
+            if isinstance(logger, WandbLogger) and logger._offline:
+                for row in self.rows:
+                    log_columns(logger, row)
+
+    def has(self, epoch: int) -> bool:
+        """Whether an epoch is recorded."""
+        return any(row["epoch"] == epoch for row in self.rows)
+
+    def add(self, rows: Sequence[Row], loggers: Sequence[Logger] = ()) -> None:
+        """Writes the lines of one epoch, unless it stands there already."""
+        if not rows or self.has(rows[0]["epoch"]):
+            return
+        self.rows += rows
+        for row in rows:
+            append_line(self.folder / FILE, row)
+            for logger in loggers:
+                log_columns(logger, row)
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The whole lines of a run's column_sums.jsonl, none where it has no such file; a cut-off last line is left out."""
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def due(epoch: int, every: int, last: int) -> bool:
+    """Whether an epoch is recorded: 0, every so many, and the last."""
+    return epoch % every == 0 or epoch == last
+
+
+def log_columns(logger: Logger, row: Mapping[str, Any]) -> None:
+    """A line as a histogram and three numbers of TensorBoard or wandb."""
+    names = ("deviation", "row_error", "column_error")
+    logger.log_metrics({f"{name}/{row['layer']}": row[name] for name in names}, step=row["step"])
+    title, values = f"column_sums/{row['layer']}", np.asarray(row["column_sums"])
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_histogram(title, values, row["step"])
+    elif isinstance(logger, WandbLogger):
+        import wandb
+
+        logger.experiment.log({title: wandb.Histogram(values.tolist()), "trainer/global_step": row["step"]})
+
+
+class ColumnSums(Callback):
+    """Records a run that Lightning trains.
+
+    It needs no part in checkpoints: what it writes depends on the weights alone. Lightning calls it before any
+    checkpoint is saved, so that no epoch with a checkpoint lacks its lines.
+
+    Args:
+        folder: the run's folder.
+        batch: the recorded samples, the labels last.
+        every: epochs between recordings.
+    """
+
+    def __init__(self, folder: Path, batch: Batch, every: int) -> None:
+        self.lines = ColumnLog(folder)
+        self.inputs = batch[:-1]
+        self.every = every
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step == 0:
+            self._record(trainer, pl_module, 0)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        epoch = trainer.current_epoch + 1
+        if due(epoch, self.every, trainer.max_epochs or epoch):
+            self._record(trainer, pl_module, epoch)
+
+    def _record(self, trainer: L.Trainer, module: L.LightningModule, epoch: int) -> None:
+        if not trainer.is_global_zero or self.lines.has(epoch):
+            return
+        assert isinstance(module, Classifier)
+        plugin = trainer.precision_plugin
+        inputs: Sequence[Tensor] = plugin.convert_input(tuple(tensor.to(module.device) for tensor in self.inputs))
+
+        def forward() -> None:
+            with plugin.forward_context():
+                module.model(*inputs)
+
+        self.lines.add(column_rows(module.model, forward, epoch, trainer.global_step), trainer.loggers)
+
+
+def recorded_batch(data: DataModule, split: str, samples: int) -> Batch:
+    """So many samples of a split, evenly spaced, the same in every run on these data."""
+    size = data.sizes[split]
+    chosen = np.linspace(0, size - 1, min(samples, size)).round().astype(int).tolist()
+    dataset = data.dataset([split])
+    return dataset[[SampleKey(index, 0, 0) for index in chosen]]
