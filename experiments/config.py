@@ -1,5 +1,6 @@
 """The shape of a configuration: its sections, their types, and its resolution. Unknown keys are refused."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .data.fashion import standin_source
 from .errors import RunError
+from .runners.run_dir import NOT_IDENTITY, override, run_hash
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PRECISIONS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -186,7 +188,46 @@ def resolve(config: DictConfig, unchanged: Mapping[str, Any] | None = None) -> d
             )
     whole = {str(section): resolved.get(str(section), known.get(str(section))) for section in config}
     _check(whole)
+    if whole["init_from"] is not None:
+        # Of the identity: another run before makes another run of this.
+        before = whole["init_from"]
+        whole["init_from"] = {**before, "run": _origin_hash(tuple(before["overrides"]), before["seed"])}
     return whole
+
+
+def origin(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The run whose last weights a run begins with, as `init_from` of its resolved configuration names it.
+
+    It is done where and shown as this one is (paths, loggers, devices).
+
+    Returns:
+        Its resolved configuration, and the overrides that make it.
+
+    Raises:
+        RunError: for overrides that Hydra refuses.
+    """
+    words = [*config["init_from"]["overrides"], f"seed={config['init_from']['seed']}"]
+    kept = GlobalHydra.instance().hydra  # this may be a run of Hydra's, which goes on afterwards
+    try:
+        resolved = resolve(compose(words))
+    finally:
+        GlobalHydra.instance().hydra = kept
+    for key in NOT_IDENTITY:
+        section, _, name = key.partition(".")
+        if section in ("label", "learning_rates", "report"):
+            continue
+        if not name:
+            resolved[section] = config[section]
+        elif name in resolved[section] and name in config[section]:
+            resolved[section][name] = config[section][name]
+    paths = [override(f"paths.{name}", path) for name, path in config["paths"].items()]
+    return resolved, [*words, *paths]
+
+
+@functools.lru_cache(maxsize=1024)
+def _origin_hash(overrides: tuple[str, ...], seed: int) -> str:
+    shared = resolve(compose([*overrides, f"seed={seed}"]))
+    return run_hash(shared)
 
 
 def _read(config: DictConfig, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,6 +258,11 @@ def _check(config: dict[str, Any]) -> None:
     _choice("protocol.select_on", protocol["select_on"], ["val", "test"])
     _choice("protocol.metric", protocol["metric"], ["accuracy", "loss", "bleu"])
     _choice("engine", config["engine"], ["lightning", "fairseq"])
+    if config["init_from"] is not None:
+        if config["engine"] != "fairseq":
+            raise RunError("init_from is for engine=fairseq")
+        if missing := [key for key in ("overrides", "rate", "seed") if key not in config["init_from"]]:
+            raise RunError(f"init_from.{missing[0]} is missing; configs/train.yaml says what it is")
     _choice("wandb.mode", config["wandb"]["mode"], ["offline", "online"])
     for key, least in (("max_epochs", 1), ("devices", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
         _at_least(f"trainer.{key}", trainer[key], least)
