@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .masks import CAUSAL_REFUSAL, bias_from_keep, keep_from_hide
+from .masks import CAUSAL_FILL, CAUSAL_REFUSAL, bias_from_keep, keep_from_hide
 from .normalizers import get_normalizer
 from .normalizers.scores import full_precision_matmul
 
@@ -23,6 +23,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     - `is_causal=True` and triangular masks are refused unless each row depends on its own query alone (`softmax`, `l2`,
       `sigmoid`).
     - Integer masks are refused: they may mean either polarity.
+    - Floating masks hide at -9e3 and below, where hosts write -1e4, -1e9 or their dtype's lowest number for -inf. To
+      softmax these are all the same; a column step would restore a column that is low throughout.
 
     torch's encoder layers evaluate their own softmax instead of calling the module in eval mode without gradients; they
     do not for this class, whose `_qkv_same_embed_dim` is False whatever the widths. nn.TransformerEncoder warns about
@@ -43,6 +45,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     causal_refusal: Final[str] = CAUSAL_REFUSAL
+    hiding_fill: Final[float] = CAUSAL_FILL
 
     def __init__(
         self,
@@ -102,10 +105,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             query: (L, N, embed_dim), (N, L, embed_dim) with `batch_first`, or (L, embed_dim).
             key: (S, N, kdim), (N, S, kdim) or (S, kdim).
             value: (S, N, vdim), (N, S, vdim) or (S, vdim).
-            key_padding_mask: (N, S) or (S,); boolean, True HIDES, or floating, added to the key's scores. In
-                self-attention (query and key are the same tensor) what it hides is hidden as a query too.
+            key_padding_mask: (N, S) or (S,); boolean, True HIDES, or floating, added to the key's scores, where -9e3
+                and less hides. In self-attention (query and key are the same tensor) what it hides is hidden as a
+                query too.
             need_weights: whether to return the map as well, which is then held in memory.
-            attn_mask: (L, S) or (N * num_heads, L, S); boolean, True HIDES, or floating, added to the scores.
+            attn_mask: (L, S) or (N * num_heads, L, S); boolean, True HIDES, or floating, added to the scores, where
+                -9e3 and less hides.
             average_attn_weights: whether the returned map is the mean over heads.
             is_causal: torch's hint that `attn_mask` is causal.
             query_padding_mask: (N, L) or (L,), boolean, True HIDES; for cross-attention with padded queries, and for
@@ -128,7 +133,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 return self._forward_nested(query, key, value, masked, need_weights, average_attn_weights)
             self._check_shapes(query, key, value, key_padding_mask, attn_mask, query_padding_mask)
 
-        query_mask, key_mask, attn_bias = _token_masks(query, key, key_padding_mask, query_padding_mask)
+        query_mask, key_mask, attn_bias = _token_masks(
+            query, key, key_padding_mask, query_padding_mask, self.hiding_fill
+        )
         q, k, v = self._project(query, key, value)
         if attn_mask is not None:
             attn_bias = self._add_mask(attn_mask, attn_bias, q.shape[0])
@@ -211,6 +218,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The mask with True for keep, or as a bias, broadcastable to (N, num_heads, L, S), plus the keys' bias."""
         if attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask
+        else:
+            attn_mask = attn_mask.masked_fill(attn_mask <= self.hiding_fill, -torch.inf)
         if attn_mask.dim() == 3:
             attn_mask = attn_mask.view(batch, self.num_heads, attn_mask.shape[1], attn_mask.shape[2])
         if key_bias is None:
@@ -293,7 +302,11 @@ def _same_tokens(query: Tensor, key: Tensor) -> bool:
 
 
 def _token_masks(
-    query: Tensor, key: Tensor, key_padding_mask: Tensor | None, query_padding_mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    key_padding_mask: Tensor | None,
+    query_padding_mask: Tensor | None,
+    hiding_fill: float,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(queries that take part, keys that take part, bias of the keys), each with dimensions for heads and rows."""
     if key_padding_mask is None:
@@ -302,7 +315,7 @@ def _token_masks(
     hidden, key_bias = key_padding_mask, key_padding_mask
     has_bias = key_padding_mask.is_floating_point()
     if has_bias:
-        hidden = key_padding_mask == -torch.inf
+        hidden = key_padding_mask <= hiding_fill
         key_bias = key_padding_mask.masked_fill(hidden, 0.0)
     # torch's encoder layers turn every boolean mask into 0 and -inf. Where reading the data costs no synchronisation,
     # a bias of zeros is left out: the fast engines are faster without.

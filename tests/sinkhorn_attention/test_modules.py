@@ -171,6 +171,28 @@ def test_padding_equals_the_sample_alone(mask: str) -> None:
         torch.testing.assert_close(out[PADDING], ours.out_proj.bias.expand(3, -1))
 
 
+@pytest.mark.parametrize("fill", [-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf])
+@pytest.mark.parametrize("mask", ["key_padding_mask", "attn_mask"])
+def test_any_low_fill_hides(mask: str, fill: float) -> None:
+    """Hosts write -1e4, -1e9 or the lowest number for -inf; a column step would undo a finite one."""
+    ours = twins(n_iters=6, batch_first=True, dtype=torch.float32)[1].requires_grad_(False)
+    x = tokens(BATCH, LENGTH, WIDTH, dtype=torch.float32)
+    hidden = PADDING
+    if mask == "attn_mask":
+        hidden = (PADDING.unsqueeze(1) | PADDING.unsqueeze(2)).repeat_interleave(HEADS, 0)
+    floating = torch.zeros(hidden.shape).masked_fill(hidden, fill)
+    out, weights = ours(x, x, x, **{mask: floating})
+    gradient = torch.autograd.grad(out[~PADDING].square().sum(), x)[0]
+    for b in range(BATCH):
+        alone = x.detach()[b : b + 1, ~PADDING[b]].requires_grad_()
+        expected, map_alone = ours(alone, alone, alone)
+        torch.testing.assert_close(out[b : b + 1, ~PADDING[b]], expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(weights[b][~PADDING[b]][:, ~PADDING[b]], map_alone[0], atol=1e-6, rtol=0)
+        assert (weights[b][:, PADDING[b]] == 0).all()
+        gradient_alone = torch.autograd.grad(expected.square().sum(), alone)[0]
+        torch.testing.assert_close(gradient[b : b + 1, ~PADDING[b]], gradient_alone, atol=1e-5, rtol=1e-5)
+
+
 def test_padded_queries_without_self_attention() -> None:
     """query_padding_mask says what no object identity can: which queries of a cross-attention are padding."""
     _, ours = twins(3, batch_first=True)
