@@ -42,6 +42,7 @@ from .fairseq_events import (
     keep_digits,
     numbers,
     parse_plainly,
+    write_log,
 )
 
 INITIAL, BEST, LAST, PREVIOUS, NEW = (
@@ -266,6 +267,7 @@ class Training:
 def train_process(cfg: Any, settings: dict[str, Any]) -> None:
     """Trains in this process, the only one or one of several."""
     own = Settings(**settings)
+    write_log()
     keep_digits()
     if own.threads is not None:
         torch.set_num_threads(own.threads)

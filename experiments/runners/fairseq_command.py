@@ -21,7 +21,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "plugins" / "fairseq_sinkhorn"
 #: The keys of each section that are not passed on by their own name.
 KEYS: dict[str, tuple[str, ...]] = {
-    "data": ("name", "folder", "batch_size", "max_tokens", "eval_batch_size", "eval_max_tokens", "generation"),
+    "data": (
+        "name",
+        "folder",
+        "batch_size",
+        "max_tokens",
+        "eval_batch_size",
+        "eval_max_tokens",
+        "generation",
+        "validate_bleu",
+    ),
     "model": (),
     "optimizer": ("name", "lr"),
     "scheduler": ("name", "milestones", "gamma"),
@@ -29,12 +38,15 @@ KEYS: dict[str, tuple[str, ...]] = {
 NEEDED = {"data": ("name", "folder", "task"), "model": ("arch", "criterion"), "optimizer": ("name", "lr")}
 
 
-def arguments(config: Config, checkpoints: Path, environment: Mapping[str, str] | None = None) -> list[str]:
+def arguments(
+    config: Config, checkpoints: Path, initial: Path | None = None, environment: Mapping[str, str] | None = None
+) -> list[str]:
     """The words after `fairseq-train`, for one process of the run.
 
     Args:
         config: resolved.
         checkpoints: folder of the checkpoints.
+        initial: checkpoint of another run, whose weights are the first ones.
         environment: variables that a job's tasks are told apart by; None for this process's own.
 
     Raises:
@@ -62,8 +74,10 @@ def arguments(config: Config, checkpoints: Path, environment: Mapping[str, str] 
         **_batches(config["data"], processes),
         **distributed(trainer, os.environ if environment is None else environment),
         **_attention(config["attention"]),
+        **_bleu(config["data"]),
         **_scheduler(config),
         "optimizer": config["optimizer"]["name"],
+        **({"finetune-from-model": str(initial.resolve())} if initial is not None else {}),
     }
     for section, keys in KEYS.items():
         for key, value in (config[section] or {}).items():
@@ -214,6 +228,18 @@ def distributed(trainer: Config, environment: Mapping[str, str]) -> dict[str, st
         "distributed-rank": environment["SLURM_PROCID"],
         "device-id": environment.get("SLURM_LOCALID", "0"),
         "distributed-no-spawn": "",
+    }
+
+
+def _bleu(data: Config) -> dict[str, str]:
+    """BLEU in validation: as in the evaluation of the test split, by sacrebleu on detokenised text."""
+    if not data.get("validate_bleu"):
+        return {}
+    return {
+        "eval-bleu": "",
+        "eval-bleu-args": json.dumps(data["generation"]),
+        "eval-bleu-detok": "moses",
+        "eval-bleu-remove-bpe": "@@ ",
     }
 
 

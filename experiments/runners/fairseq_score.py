@@ -12,7 +12,7 @@ from fairseq.logging import metrics
 from fairseq.scoring.bleu import BleuConfig, Scorer
 from sacrebleu.metrics import BLEU
 
-from .fairseq_events import emit, end_with_parent, explained, keep_digits, numbers
+from .fairseq_events import emit, end_with_parent, explained, keep_digits, numbers, write_log
 
 
 class Scored:
@@ -93,6 +93,7 @@ def main() -> None:
         if request["threads"] is not None:
             torch.set_num_threads(request["threads"])
         utils.import_user_module(Namespace(user_dir=request["user_dir"]))
+        write_log()
         keep_digits()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         made: dict[str, Any] = {}
