@@ -266,8 +266,8 @@ def check_attention_arguments(
         raise NotImplementedError(f"backend={backend!r} is not built yet; there are {', '.join(BUILT_BACKENDS)}")
 
 
-def check_bias(attn_bias: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Checks a bias against (..., n, m) and the tokens' device; on the CPU its data too, which must not be causal."""
+def check_bias(attn_bias: Tensor, shape: tuple[int, ...], device: torch.device, may_be_causal: bool = False) -> None:
+    """Checks a bias against (..., n, m) and the tokens' device; on the CPU its data too, unless it may be causal."""
     if not isinstance(attn_bias, Tensor) or not is_dense(attn_bias):
         raise ValueError(f"attn_bias must be a tensor broadcastable to {shape}, got {describe(attn_bias)}")
     if attn_bias.dtype != torch.bool and not attn_bias.is_floating_point():
@@ -277,5 +277,7 @@ def check_bias(attn_bias: Tensor, shape: tuple[int, ...], device: torch.device) 
     have = (1,) * (len(shape) - attn_bias.dim()) + tuple(attn_bias.shape)
     if len(have) != len(shape) or any(size not in (1, want) for size, want in zip(have, shape, strict=True)):
         raise ValueError(f"attn_bias must be broadcastable to {shape}, got {tuple(attn_bias.shape)}")
+    if may_be_causal:
+        return
     if attn_bias.device.type == "cpu" and not torch.compiler.is_compiling() and is_causal_bias(attn_bias.detach()):
         raise ValueError(f"attn_bias is a causal mask. {CAUSAL_REFUSAL}")

@@ -86,7 +86,7 @@ def test_head_dim_and_num_heads_are_always_taken(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("sofmax", {}, "unknown normalizer 'sofmax'; there are l2, "),
+        ("sofmax", {}, "unknown normalizer 'sofmax'; there are .*, softmax"),
         ("softmax", {"n_iters": 3}, "'softmax' has no option n_iters; it has none"),
         ("sinkhorn", {"iters": 3}, "'sinkhorn' has no option iters; it has n_iters, gradient, backend"),
         ("sinkhorn", {"n_iters": 0}, "n_iters must be an integer >= 1"),
@@ -239,6 +239,30 @@ def test_masks_are_not_aligned_with_the_heads(name: str) -> None:
         build(name).coupling(query, key, query_mask=mask)
     with pytest.raises(ValueError, match="key_mask must be a boolean"):
         build(name).attend(query, key, value, key_mask=torch.ones(5))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    """The fused softmax of torch reads past the end of short values, and an integer mask would be added as a bias."""
+    query, key, value = tokens(5, 5)
+    normalizer = build(name)
+    with pytest.raises(ValueError, match="value must have as many tokens as key, 5, got 3"):
+        normalizer.attend(query, key, value[..., :3, :])
+    with pytest.raises(ValueError, match="key must have the query's width 4, got 3"):
+        normalizer.attend(query, key[..., :3], value)
+    with pytest.raises(ValueError, match="key must have the query's width 4, got 3"):
+        normalizer.coupling(query, key[..., :3])
+    with pytest.raises(ValueError, match="leading dimensions that broadcast"):
+        normalizer.coupling(query, key[:, :1].expand(2, 3, 5, 4))
+    for bias, says in (
+        (torch.ones(5, 5, dtype=torch.long), "must be floating .* or boolean"),
+        (torch.ones(5, 5, dtype=torch.uint8), "must be floating .* or boolean"),
+        (torch.ones(4, 5), r"must be broadcastable to \(2, 2, 5, 5\)"),
+    ):
+        with pytest.raises(ValueError, match=f"attn_bias {says}"):
+            normalizer.attend(query, key, value, attn_bias=bias)
+        with pytest.raises(ValueError, match=f"attn_bias {says}"):
+            normalizer.coupling(query, key, attn_bias=bias)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -93,6 +93,8 @@ class Normalizer(nn.Module):
         dropout_p: float = 0.0,
     ) -> Tensor:
         """coupling(query, key) @ value, (..., n, d_v); dropout acts on the final coupling without renormalising."""
+        if not torch.jit.is_scripting():
+            self.check_value(key, value)
         coupling = self.coupling(query, key, scale=scale, attn_bias=attn_bias, query_mask=query_mask, key_mask=key_mask)
         if dropout_p > 0.0:
             coupling = F.dropout(coupling, dropout_p)
@@ -129,9 +131,20 @@ class Normalizer(nn.Module):
         query_mask: Tensor | None,
         key_mask: Tensor | None,
     ) -> None:
-        """Raises ValueError for masks that would be misread, and for a causal bias where it cannot be honoured."""
-        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        """Raises ValueError for what does not fit or would be misread, and for a causal bias unless `row_wise`."""
+        if query.shape[-1] != key.shape[-1]:
+            raise ValueError(f"key must have the query's width {query.shape[-1]}, got {key.shape[-1]}")
+        try:
+            lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        except RuntimeError:
+            shapes = f"{tuple(query.shape)}, {tuple(key.shape)}"
+            raise ValueError(f"query and key must have leading dimensions that broadcast, got {shapes}") from None
         check_mask("query_mask", query_mask, lead, query.shape[-2], query.device)
         check_mask("key_mask", key_mask, lead, key.shape[-2], query.device)
-        if attn_bias is not None and not self.row_wise:
-            check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]), query.device)
+        if attn_bias is not None:
+            check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]), query.device, may_be_causal=self.row_wise)
+
+    def check_value(self, key: Tensor, value: Tensor) -> None:
+        """Raises ValueError unless there is a value for each key: torch's fused softmax reads on past a short one."""
+        if value.shape[-2] != key.shape[-2]:
+            raise ValueError(f"value must have as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}")

@@ -62,6 +62,7 @@ class _FromDistances(Normalizer):
     ) -> Tensor:
         if not torch.jit.is_scripting():
             self.check_inputs(query, key, attn_bias, query_mask, key_mask)
+            self.check_value(key, value)
         dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         query, key = augment(query, key, query_mask, key_mask)
@@ -99,6 +100,8 @@ class _FromDistances(Normalizer):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
+        if not torch.jit.is_scripting():
+            self.check_inputs(query, key, attn_bias, query_mask, key_mask)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         query, key = augment(query, key, query_mask, key_mask)
         return self.inner.coupling(

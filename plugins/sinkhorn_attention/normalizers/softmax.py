@@ -75,6 +75,7 @@ class Softmax(Normalizer):
     ) -> Tensor:
         if not torch.jit.is_scripting():
             self.check_inputs(query, key, attn_bias, query_mask, key_mask)
+            self.check_value(key, value)
         return softmax_attention(query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p)
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
