@@ -1,31 +1,41 @@
-"""`python -m experiments.report PATH...`: tables, pictures and a page of the finished runs at or below some paths.
+"""`python -m experiments.report PATH...`: a page, tables and pictures of the finished runs at or below some paths.
 
-Results of `python -m experiments.theory` among them get a page of their own.
+The page, index.html, is whole in itself: an overview, a view for each experiment, and one for the results of
+`python -m experiments.theory`. Pictures (SVG, PDF, PNG), numbers (CSV, LaTeX) and Markdown lie beside it, those of each
+experiment in a folder of its own where there are several. `--watch` writes all of it anew while runs go on.
 """
 
 import argparse
 import io
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from .cells import Results, analyse
-from .collect import Problem, collect, path_words
-from .page import result_tables, verdict_lines, write_report
-from .published import load_published, published_for
-from .tables import as_rich, problem_table
-from .theory import NAME, Check, check_table, collect_checks, summary_line, write_theory
+from .claims import Finding, findings
+from .collect import NOT_SEARCHED, RUN_FILES, Problem, collect, path_words
+from .cost import TIMING
+from .page import View, result_tables, verdict_lines, write_files
+from .published import load_paper, published_for
+from .readme import results_table
+from .site import write_site
+from .sums import COLUMN_SUMS
+from .tables import as_markdown, as_rich, problem_table
+from .theory import NAME, RESULTS, Check, check_table, collect_checks, summary_line, write_theory
 
 FILE_WIDTH = 160  # of tables that go to a file or a pipe, which has no width of its own
+WATCHED = {*RUN_FILES, TIMING, COLUMN_SUMS, RESULTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reports every experiment among the runs, and the theory, each into a folder of its own.
+    """Reports every experiment among the runs, and the theory, on one page.
 
     Returns:
         0, or 1 where there was neither a finished run nor a check of the theory, or the report could not be
@@ -33,40 +43,127 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m experiments.report",
-        description="Tables (Markdown, CSV), pictures and one page (index.html) of finished runs.",
+        description="One page (index.html), pictures and tables of finished runs.",
     )
     parser.add_argument(
         "paths", nargs="*", type=Path, default=[Path("runs")], metavar="PATH", help="runs, or folders of runs (runs)"
     )
-    parser.add_argument("--out", type=Path, help="folder of the report (report/ beside the experiment's runs)")
+    parser.add_argument("--out", type=Path, help="folder of the report (report/ beside the runs)")
+    parser.add_argument("--readme", action="store_true", help="only print a table of results in Markdown")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=int,
+        const=10,
+        metavar="SECONDS",
+        help="go on until Ctrl-C: look every so many seconds (10), write what has changed; the page reloads itself",
+    )
     options = parser.parse_args(arguments)
-    runs, problems = collect(options.paths)
-    checks, unread = collect_checks(options.paths)
-    if not runs and not checks:
-        print(_nothing(options.paths, [*problems, *unread]), file=sys.stderr)
-        return 1
+    if options.watch is not None and options.watch < 1:
+        parser.error(f"--watch needs at least 1 second; got {options.watch}")
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=FILE_WIDTH)
-    published = load_published()
-    experiments = sorted({run.experiment for run in runs})
-    pages = len(experiments) + bool(checks)
     try:
-        if checks:
-            _show_theory(console, checks, write_theory(checks, unread, _theory_folder(checks, options.out, pages)))
-        for experiment in experiments:
-            ours = [run for run in runs if run.experiment == experiment]
-            theirs = [problem for problem in problems if _belongs(problem, experiment, experiments)]
-            results = analyse(experiment, ours, theirs)
-            folder = _folder(results, options.out, pages)
-            page = write_report(results, published_for(experiment, published), folder)
-            _show(console, results, page)
-        for line in _not_reported(problems, experiments):
-            console.print(Text(line))
+        if options.readme:
+            return _readme(options.paths)
+        if options.watch is not None:
+            return _watch(options.paths, options.out, options.watch, console)
+        return _report(options.paths, options.out, console)
     except (OSError, ValueError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
+
+
+def _report(paths: Sequence[Path], out: Path | None, console: Console, refresh: int | None = None) -> int:
+    runs, problems = collect(paths)
+    checks, unread = collect_checks(paths)
+    if not runs and not checks and refresh is None:
+        print(_nothing(paths, [*problems, *unread]), file=sys.stderr)
+        return 1
+    paper = load_paper()
+    experiments = sorted({run.experiment for run in runs})
+    single = len(experiments) + bool(checks) == 1
+    parents = [run.folder.absolute().parent for run in runs] + [check.folder.absolute().parent for check in checks]
+    folder = out or _place(parents or [problem.folder.absolute().parent for problem in problems] or list(paths))
+    views: list[tuple[View, str]] = []
+    reported: list[Results] = []
+    with _progress(len(experiments) + bool(checks)) as progress:
+        task = progress.add_task("report", total=len(experiments) + bool(checks))
+        for experiment in experiments:
+            progress.update(task, description=experiment)
+            ours = [run for run in runs if run.experiment == experiment]
+            theirs = [problem for problem in problems if _belongs(problem, experiment, experiments)]
+            results = analyse(experiment, ours, theirs)
+            address = "" if single else experiment
+            views.append((write_files(results, published_for(experiment, paper.results), folder / address), address))
+            reported.append(results)
+            progress.advance(task)
+        theory = write_theory(checks, unread, folder / ("" if single else NAME)) if checks else None
+    found = findings(paper.claims, reported)
+    elsewhere = [
+        problem for problem in problems if not any(_belongs(problem, name, experiments) for name in experiments)
+    ]
+    page = write_site(views, theory, found, elsewhere, folder, refresh)
+    for results in reported:
+        _show(console, results)
+    if checks:
+        _show_theory(console, checks)
+    _show_claims(console, found)
+    for line in _not_reported(problems, experiments):
+        console.print(Text(line))
+    # On a line of its own and never folded, so that it can be copied.
+    console.print(Text(f"report: {path_words(page)}"), soft_wrap=True)
     return 0
+
+
+def _watch(paths: Sequence[Path], out: Path | None, seconds: int, console: Console) -> int:
+    """Reports whenever a file of a run has changed; ends at Ctrl-C, with a page that does not load itself again."""
+    quiet = Console(file=io.StringIO())
+    before: object = None
+    try:
+        while True:
+            state = _state(paths)
+            if state != before:
+                before = state
+                _report(paths, out, quiet, seconds)
+                console.print(Text(f"{time.strftime('%H:%M:%S')}  written, {len(state)} files of runs"))
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        return _report(paths, out, console)
+
+
+def _state(paths: Sequence[Path]) -> dict[str, tuple[int, int]]:
+    """Time and size of every file that the report reads."""
+    found = {}
+    for path in paths:
+        for place, below, files in os.walk(path):
+            below[:] = [name for name in below if name not in NOT_SEARCHED]
+            for name in WATCHED & set(files):
+                file = os.path.join(place, name)
+                try:
+                    status = os.stat(file)
+                except OSError:
+                    continue  # gone since it was listed
+                found[file] = status.st_mtime_ns, status.st_size
+    return found
+
+
+def _readme(paths: Sequence[Path]) -> int:
+    runs, problems = collect(paths)
+    experiments = sorted({run.experiment for run in runs})
+    reported = [
+        analyse(name, [run for run in runs if run.experiment == name], [p for p in problems if p.experiment == name])
+        for name in experiments
+    ]
+    print(as_markdown(results_table(reported)), end="")
+    return 0
+
+
+def _progress(steps: int) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal or steps == 0)
 
 
 def _belongs(problem: Problem, experiment: str, experiments: Sequence[str]) -> bool:
@@ -85,42 +182,43 @@ def _not_reported(problems: Sequence[Problem], experiments: Sequence[str]) -> li
     return [f"{name}: no run to report ({count})" for name, count in sorted(counts.items())]
 
 
-def _folder(results: Results, out: Path | None, pages: int) -> Path:
-    if out is not None:
-        return out if pages == 1 else out / results.experiment
-    parents = sorted({run.folder.absolute().parent for run in results.runs})
-    if len(parents) > 1:
-        raise ValueError(f"the runs of {results.experiment} lie in {len(parents)} folders: say where with --out FOLDER")
-    return parents[0] / "report"
+def _place(parents: Iterable[Path]) -> Path:
+    """The folder report/ beside the runs, or beside the experiments where there are several.
+
+    Raises:
+        ValueError: where they lie too far apart for that.
+    """
+    places = sorted(set(parents))
+    if len(places) > 1:
+        above = {place.parent for place in places}
+        if len(above) > 1:
+            raise ValueError(f"what is to be reported lies in {len(places)} folders: say where with --out FOLDER")
+        places = sorted(above)
+    return places[0] / "report"
 
 
-def _theory_folder(checks: Sequence[Check], out: Path | None, pages: int) -> Path:
-    if out is not None:
-        return out if pages == 1 else out / NAME
-    parents = sorted({check.folder.absolute().parent for check in checks})
-    if len(parents) > 1:
-        raise ValueError(f"the checks of the theory lie in {len(parents)} folders: say where with --out FOLDER")
-    return parents[0] / "report"
-
-
-def _show_theory(console: Console, checks: Sequence[Check], page: Path) -> None:
+def _show_theory(console: Console, checks: Sequence[Check]) -> None:
     console.rule(Text("Theory"))
     for check in checks:
         console.print(as_rich(check_table(check)))
     console.print(Text(f"- {summary_line(checks)}"))
-    console.print(Text(f"report: {path_words(page)}"), soft_wrap=True)
 
 
-def _show(console: Console, results: Results, page: Path) -> None:
+def _show_claims(console: Console, found: Sequence[Finding]) -> None:
+    """The claims of which the runs say something."""
+    for finding in found:
+        if finding.experiment:
+            console.print(Text(f"- {finding.words()}"))
+
+
+def _show(console: Console, results: Results) -> None:
     console.rule(Text(results.experiment))
     for table in result_tables(results):
         console.print(as_rich(table))
     for line in verdict_lines(results):
         console.print(Text(f"- {line}"))
     if results.problems:
-        console.print(as_rich(problem_table(results)))
-    # On a line of its own and never folded, so that it can be copied.
-    console.print(Text(f"report: {path_words(page)}"), soft_wrap=True)
+        console.print(as_rich(problem_table(results.problems)))
 
 
 def _nothing(paths: Sequence[Path], problems: Sequence[Problem]) -> str:

@@ -1,10 +1,10 @@
 """Sorts an experiment's runs into cells, and holds each cell against its baseline."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .collect import Problem, Protocol, Run, Setting, path_words
+from .collect import ACCURACY, Problem, Protocol, Quantity, Run, Setting, path_words
 from .statistics import Comparison, Observation, Summary, Verdict, compare, judge, summarise
 
 # What is tuned for each attention on its own (on validation, with the same budget) may differ between the two sides of
@@ -15,6 +15,10 @@ FAR_BELOW = 0.10
 NAMES = {"softmax": "softmax", "pct": "PCT's own"}
 
 
+#: What a row or a part of a picture belongs to: "n-iters" and "seed", each to the value it has.
+Filter = Mapping[str, str]
+
+
 class Measure(Enum):
     """Which of a run's test metrics."""
 
@@ -22,7 +26,7 @@ class Measure(Enum):
     LAST = "last"
 
     def of(self, run: Run) -> float:
-        """This measure of a run, a fraction of 1."""
+        """This measure of a run, as recorded."""
         return run.chosen if self is Measure.CHOSEN else run.last
 
 
@@ -48,6 +52,11 @@ class Attention:
             words.append(f"{self.n_iters} half-step{'' if self.n_iters == 1 else 's'}")
         words += [f"{name}={value}" for name, value in self.options]
         return ", ".join(words)
+
+    @property
+    def steps(self) -> str:
+        """What the filter by half-steps calls it."""
+        return NAMES.get(self.name, self.name) if self.n_iters is None else str(self.n_iters)
 
     def is_softmax(self) -> bool:
         """Whether this is softmax, by name or as one half-step of Sinkhorn, which is the same map."""
@@ -85,9 +94,9 @@ class Cell:
         return " / ".join(sorted({place_label(key, run.settings.get(key)) for run in self.runs}))
 
     def stuck(self, measure: Measure) -> list[Run]:
-        """Runs that diverged, or ended more than `FAR_BELOW` under the cell's median."""
+        """Runs that diverged, or ended more than `FAR_BELOW` of the scale under the cell's median."""
         median = self.summary(measure).median
-        return [run for run in self.runs if not measure.of(run) >= median - FAR_BELOW]
+        return [run for run in self.runs if not measure.of(run) >= median - FAR_BELOW * run.quantity.top]
 
 
 @dataclass(frozen=True)
@@ -98,11 +107,13 @@ class Shown:
 
     Attributes:
         values: one per run that is shown.
+        seeds: the seed of each of them.
         left_out: number of runs that the published protocol discards.
         taken_from: the attention whose numbers stand in for the cell's own, or None.
     """
 
     values: tuple[float, ...]
+    seeds: tuple[int, ...]
     left_out: int = 0
     taken_from: Attention | None = None
 
@@ -135,6 +146,7 @@ class Results:
         alone: cells without a baseline at their place.
         problems: runs that do not count, with the reason.
         protocol: the published treatment of the numbers, None for a sound one.
+        quantity: what was measured.
     """
 
     experiment: str
@@ -144,6 +156,7 @@ class Results:
     alone: tuple[Cell, ...]
     problems: tuple[Problem, ...] = ()
     protocol: Protocol | None = None
+    quantity: Quantity = ACCURACY
 
     @property
     def runs(self) -> list[Run]:
@@ -153,13 +166,17 @@ class Results:
     def shown(self, cell: Cell, measure: Measure) -> Shown:
         """A cell's numbers as they are shown: its own, or what the published protocol makes of them."""
         if self.protocol is None:
-            return Shown(tuple(measure.of(run) for run in cell.runs))
+            return Shown(tuple(measure.of(run) for run in cell.runs), tuple(run.seed for run in cell.runs))
         source = self._stand_in(cell) or cell
-        values = tuple(measure.of(run) for run in source.runs)
         bar = self.protocol.leave_out_below
         # The published script judges a run by its best epoch. Where that diverged, it is not above the bar either.
-        kept = tuple(measure.of(run) for run in source.runs if bar is None or run.chosen > bar)
-        return Shown(kept, len(values) - len(kept), source.attention if source is not cell else None)
+        kept = [run for run in source.runs if bar is None or run.chosen > bar]
+        return Shown(
+            tuple(measure.of(run) for run in kept),
+            tuple(run.seed for run in kept),
+            len(source.runs) - len(kept),
+            source.attention if source is not cell else None,
+        )
 
     def words(self, measure: Measure) -> str:
         """When in a run a measure was taken."""
@@ -184,6 +201,12 @@ class Results:
         return sorted({cell.attention for cell in self.cells}, key=_attention_order)
 
 
+def filter_of(attention: Attention, seed: int | None = None) -> Filter:
+    """What hides a cell's entry, or a run's where it is one run's."""
+    steps = attention.name if attention.n_iters is None else str(attention.n_iters)
+    return {"n-iters": steps} | ({} if seed is None else {"seed": str(seed)})
+
+
 def axis_label(axis: str) -> str:
     """Words for a configuration key: `model.patch_size` is "patch size", and `data._target_`, a class, is "data"."""
     return axis.removesuffix("._target_").rsplit(".", 1)[-1].replace("_", " ")
@@ -200,11 +223,18 @@ def analyse(experiment: str, runs: Sequence[Run], problems: Iterable[Problem] = 
     """Makes cells and comparisons of the finished runs of one experiment.
 
     Two runs of one cell with the same seed are one run twice: the one that finished first counts, whatever its result,
-    and the other is listed as a problem.
+    and the other is listed as a problem. So are runs with another metric than the first: there is no comparing them.
     """
+    quantity = runs[0].quantity
+    listed = list(problems)
+    listed += [
+        Problem(run.folder, experiment, "other metric", f"it has {run.quantity.words}, the others {quantity.words}")
+        for run in runs
+        if run.quantity != quantity
+    ]
+    runs = [run for run in runs if run.quantity == quantity]
     axes = swept_axes(runs)
     grouped: dict[tuple[tuple[Setting, ...], Attention], dict[int, Run]] = {}
-    listed = list(problems)
     varying = _varying_options(runs)
     for run in sorted(runs, key=lambda run: (run.finished, str(run.folder))):
         attention = _attention(run, varying)
@@ -247,7 +277,8 @@ def analyse(experiment: str, runs: Sequence[Run], problems: Iterable[Problem] = 
             f"{experiment}: the runs ask for different treatments of the numbers (report.* in config.yaml)"
         )
     protocol = protocols.pop() if protocols else None
-    return Results(experiment, tuple(axes), tuple(cells), tuple(contests), tuple(alone), tuple(listed), protocol)
+    found = tuple(cells), tuple(contests), tuple(alone), tuple(listed)
+    return Results(experiment, tuple(axes), *found, protocol, quantity)
 
 
 def swept_axes(runs: Sequence[Run]) -> list[str]:

@@ -14,10 +14,45 @@ import yaml
 RESULT, CARD, CONFIG = "result.json", "run.json", "config.yaml"
 RUN_FILES = (RESULT, CARD, CONFIG, "metrics.jsonl", "timing.jsonl")
 NOT_SEARCHED = {"checkpoints", "wandb", "tensorboard"}
-METRIC = "accuracy"
 OFFICIAL = "_official"
 
 Setting = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What an experiment measures on its test split; more is better.
+
+    Attributes:
+        name: the metric's name in result.json and metrics.jsonl.
+        words: its name in sentences.
+        unit: what its numbers are in, after the name, or "".
+        points: what differences of two are in.
+        scale: what a recorded number is multiplied by where it is shown.
+        top: the largest number there can be, as recorded.
+    """
+
+    name: str
+    words: str
+    unit: str
+    points: str
+    scale: float
+    top: float
+
+    def number(self, value: float) -> str:
+        """A recorded number as it is shown, two decimals, without the unit."""
+        return f"{self.scale * value:.2f}" if math.isfinite(value) else NOTHING
+
+    def difference(self, value: float) -> str:
+        """A difference of recorded numbers, with its sign."""
+        return f"{self.scale * value:+.2f}" if math.isfinite(value) else NOTHING
+
+
+NOTHING = "–"
+ACCURACY = Quantity("accuracy", "accuracy", " in percent", "percentage points", 100.0, 1.0)
+BLEU = Quantity("bleu", "BLEU", "", "BLEU", 1.0, 100.0)
+#: Of the metrics that a run has, the first of these is reported.
+QUANTITIES = (ACCURACY, BLEU)
 
 
 @dataclass(frozen=True)
@@ -55,8 +90,8 @@ class Run:
         seed: its seed.
         settings: the configuration that makes up its identity, flattened to dotted keys.
         split: hash of the data split, None where the run card has none.
-        chosen: test accuracy at the chosen epoch, a fraction of 1; NaN where the run diverged.
-        last: test accuracy at the last epoch, likewise.
+        chosen: test metric at the chosen epoch as recorded (accuracy is a fraction of 1); NaN where the run diverged.
+        last: test metric at the last epoch, likewise.
         best_epoch: the chosen epoch.
         last_epoch: the last epoch.
         selected_on: the split that chose the epoch, "val" or "test".
@@ -64,6 +99,7 @@ class Run:
         finished: when it finished, ISO 8601, "" where the run card does not tell.
         card: the run card.
         protocol: the published treatment that the experiment asks for, None for a sound one.
+        quantity: what `chosen` and `last` are.
     """
 
     folder: Path
@@ -81,6 +117,7 @@ class Run:
     finished: str
     card: Mapping[str, Any] = field(repr=False)
     protocol: Protocol | None = None
+    quantity: Quantity = ACCURACY
 
 
 @dataclass(frozen=True)
@@ -181,6 +218,7 @@ def read_run(folder: Path) -> Run | Problem:
         attention = settings.get("attention.name")
         if not isinstance(attention, str):
             raise _Unreadable(f"{CARD} has no attention.name")
+        quantity = _quantity(result)
         return Run(
             folder=folder,
             experiment=experiment,
@@ -188,8 +226,8 @@ def read_run(folder: Path) -> Run | Problem:
             seed=_whole(result, "seed", RESULT),
             settings=settings,
             split=_split(card),
-            chosen=_metric(result, "best"),
-            last=_metric(result, "last"),
+            chosen=_metric(result, "best", quantity),
+            last=_metric(result, "last", quantity),
             best_epoch=_whole(_mapping(result["best"], "best"), "epoch", f"best in {RESULT}"),
             last_epoch=_whole(_mapping(result["last"], "last"), "epoch", f"last in {RESULT}"),
             selected_on=_text(result, "selected_on", RESULT),
@@ -197,6 +235,7 @@ def read_run(folder: Path) -> Run | Problem:
             finished=_finished(card),
             card=card,
             protocol=_protocol(folder) if experiment.endswith(OFFICIAL) else None,
+            quantity=quantity,
         )
     except _Unreadable as error:
         return Problem(folder, experiment, "unreadable", str(error))
@@ -211,12 +250,24 @@ def _unfinished(folder: Path, experiment: str, card: Mapping[str, Any]) -> Probl
         state = "interrupted"
         reason = f"process {last.get('pid')} on {last.get('host')}, started {last.get('started')}, is gone{again}"
     elif state == "running":
-        reason = f"since {last.get('started')} on {last.get('host')} (process {last.get('pid')})"
+        where = f"on {last.get('host')} (process {last.get('pid')})"
+        reason = f"{_progress(folder, card)}since {last.get('started')} {where}"
     elif state == "finished":
         state, reason = "unreadable", f"the run card says finished, but {RESULT} is not there{again}"
     else:
         reason = f"{last.get('message') or 'without a message'}, {last.get('ended') or 'time unknown'}{again}"
     return Problem(folder, experiment, state, reason)
+
+
+def _progress(folder: Path, card: Mapping[str, Any]) -> str:
+    """Which epoch a run is at, "" where nothing tells."""
+    identity = card.get("identity")
+    epochs = _flat(identity).get("trainer.max_epochs", "?") if isinstance(identity, dict) else "?"
+    try:
+        done = (folder / "timing.jsonl").read_bytes().splitlines()
+        return f"epoch {int(json.loads(done[-1])['epoch'])} of {epochs}, "
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def _is_gone(attempt: Mapping[str, Any]) -> bool:
@@ -272,19 +323,27 @@ def _whole(mapping: Mapping[str, Any], key: str, where: str) -> int:
     return value
 
 
-def _metric(result: Mapping[str, Any], which: str) -> float:
-    """Test accuracy at an epoch; NaN for null, NaN and infinities: the run diverged."""
+def _quantity(result: Mapping[str, Any]) -> Quantity:
+    """Which metric of the test split is reported; accuracy where there is none, which is then missed by name."""
+    best = result.get("best")
+    test = best.get("test") if isinstance(best, dict) else None
+    return next((known for known in QUANTITIES if isinstance(test, dict) and known.name in test), ACCURACY)
+
+
+def _metric(result: Mapping[str, Any], which: str, quantity: Quantity) -> float:
+    """A test metric at an epoch; NaN for null, NaN and infinities: the run diverged."""
     where = f"{which} in {RESULT}"
     test = _mapping(_need(_mapping(_need(result, which, RESULT), where), "test", where), f"test of {where}")
-    value = _need(test, METRIC, f"test of {where}")
+    value = _need(test, quantity.name, f"test of {where}")
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _Unreadable(f"test of {where}: {METRIC} is {value!r}, not a number")
+        raise _Unreadable(f"test of {where}: {quantity.name} is {value!r}, not a number")
     if not math.isfinite(value):
         return math.nan
-    if not 0.0 <= value <= 1.0:
-        raise _Unreadable(f"test of {where}: {METRIC} is {value!r}, not a fraction of 1")
+    if not 0.0 <= value <= quantity.top:
+        kind = "a fraction of 1" if quantity.top == 1 else f"between 0 and {quantity.top:g}"
+        raise _Unreadable(f"test of {where}: {quantity.name} is {value!r}, not {kind}")
     return float(value)
 
 

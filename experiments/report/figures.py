@@ -1,17 +1,21 @@
-"""The picture of an experiment: accuracy against the swept axis, one line with its band per attention, runs as dots."""
+"""The picture of an experiment: its metric by the swept axis, a line with its band per attention, runs as dots."""
 
+import html
 import io
+import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from .cells import Attention, Cell, Measure, Results, axis_label, place_label
-from .collect import Setting
+from .cells import Attention, Cell, Filter, Measure, Results, Shown, axis_label, filter_of, place_label
+from .collect import Quantity, Setting
 
 # Okabe and Ito's colours, which stay apart for the common kinds of colour blindness, without the yellow that vanishes
 # on white; markers differ too, so that lines are told apart without colour. The baseline takes the ink's own colour.
@@ -30,7 +34,9 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "svg.fonttype": "none",
     "svg.hashsalt": "sinkformer-suite",
+    "pdf.fonttype": 42,  # letters stay letters: journals refuse outlines of Type 3
 }
+MARK = "mark "
 
 
 def draw(results: Results, measure: Measure) -> Figure:
@@ -58,7 +64,7 @@ def draw(results: Results, measure: Measure) -> Figure:
                 plain(", ".join(f"{axis_label(axis)} {place_label(axis, value)}" for axis, value in rest)), fontsize=11
             )
         for axes in grid[:, 0]:
-            axes.set_ylabel("test accuracy")
+            axes.set_ylabel(f"test {results.quantity.words}")
         figure.suptitle(results.words(measure), fontsize=11)
         handles, labels = grid[0, 0].get_legend_handles_labels()
         for axes in grid.flat:
@@ -79,7 +85,7 @@ def svg(figure: Figure, title: str, description: str) -> str:
         buffer = io.StringIO()
         metadata = {"Date": None, "Title": title, "Description": description}
         figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
-    text = buffer.getvalue()
+    text = _with_marks(buffer.getvalue())
     return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
@@ -88,6 +94,15 @@ def svg_file(figure: Figure) -> str:
     with rc_context(STYLE):
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None}, facecolor="white")
+    return _with_marks(buffer.getvalue())
+
+
+def pdf(figure: Figure) -> bytes:
+    """The figure as a PDF file, for a paper; the same figure always gives the same bytes."""
+    with rc_context(STYLE):
+        buffer = io.BytesIO()
+        metadata = {"CreationDate": None, "Producer": None, "Creator": None}
+        figure.savefig(buffer, format="pdf", facecolor="white", metadata=metadata)
     return buffer.getvalue()
 
 
@@ -114,8 +129,10 @@ def _panel(axes: Axes, cells: Sequence[Cell], results: Results, measure: Measure
         colour = INK if index == 0 else COLOURS[(index - 1) % len(COLOURS)]
         shift = (index - (len(attentions) - 1) / 2) * width / max(len(attentions), 2) if swept else float(index)
         x = [(places.index(cell.place[0]) if swept else 0) + shift for cell in ours]
-        values = [results.shown(cell, measure).values for cell in ours]
-        _line(axes, x, values, colour, MARKERS[index % len(MARKERS)], attention)
+        shown = [results.shown(cell, measure) for cell in ours]
+        marker = MARKERS[index % len(MARKERS)]
+        _line(axes, x, [numbers.values for numbers in shown], colour, marker, attention)
+        _dots(axes, x, shown, colour, marker, attention, results.quantity)
     if swept:
         axes.set_xticks(range(len(places)), [plain(place_label(results.axes[0], place)) for place in places])
         axes.set_xlabel(plain(axis_label(results.axes[0])))
@@ -124,7 +141,8 @@ def _panel(axes: Axes, cells: Sequence[Cell], results: Results, measure: Measure
         axes.set_xticks(range(len(attentions)), [plain(attention.label) for attention in attentions])
         axes.set_xlim(-0.6, len(attentions) - 0.4)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    if results.quantity.top == 1:
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.grid(axis="y", color="#8a8f98", alpha=0.3, linewidth=0.6)
 
 
@@ -136,14 +154,51 @@ def _line(
     at = [place for place, _ in filled]
     low, high = [min(numbers) for _, numbers in filled], [max(numbers) for _, numbers in filled]
     means = [sum(numbers) / len(numbers) for _, numbers in filled]
-    axes.fill_between(at, low, high, color=colour, alpha=0.14, linewidth=0)
-    axes.vlines(at, low, high, color=colour, alpha=0.45, linewidth=1.2)
-    for place, numbers in filled:
-        axes.scatter([place] * len(numbers), numbers, s=14, marker=marker, color=colour, alpha=0.55, linewidth=0)
-    axes.plot(at, means, color=colour, marker=marker, markersize=7, linewidth=1.8, label=plain(attention.label))
+    belongs = filter_of(attention)
+    mark(axes.fill_between(at, low, high, color=colour, alpha=0.14, linewidth=0), belongs)
+    mark(axes.vlines(at, low, high, color=colour, alpha=0.45, linewidth=1.2), belongs)
+    (line,) = axes.plot(at, means, color=colour, marker=marker, markersize=7, linewidth=1.8)
+    line.set_label(plain(attention.label))
+    mark(line, belongs)
     lost = [place for place, numbers, kept in zip(x, values, finite, strict=True) if len(kept) < len(numbers)]
     if lost:  # a line without points would still be given room by the layout
-        axes.plot(lost, [0.02] * len(lost), "x", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
+        style: dict[str, Any] = {"color": colour, "transform": axes.get_xaxis_transform(), "clip_on": False}
+        mark(axes.plot(lost, [0.02] * len(lost), "x", **style)[0], belongs)
+
+
+def _dots(
+    axes: Axes,
+    x: list[float],
+    shown: Sequence[Shown],
+    colour: str,
+    marker: str,
+    attention: Attention,
+    quantity: Quantity,
+) -> None:
+    """Each run as a dot of its own, which can be hidden and tells its number."""
+    for place, numbers in zip(x, shown, strict=True):
+        for value, seed in zip(numbers.values, numbers.seeds, strict=True):
+            if math.isfinite(value):
+                dot = axes.scatter([place], [value], s=14, marker=marker, color=colour, alpha=0.55, linewidth=0)
+                words = f"{attention.label}, seed {seed}: {quantity.number(value)}"
+                mark(dot, filter_of(attention, seed), words)
+
+
+def mark(artist: Artist, belongs: Filter, words: str = "") -> None:
+    """Says what a part of a picture belongs to, by which the page hides it, and what it tells under the pointer."""
+    artist.set_gid(MARK + json.dumps([dict(belongs), words]))
+
+
+def _with_marks(text: str) -> str:
+    """An SVG in which marks have become data attributes and titles, escaped."""
+
+    def write(match: re.Match[str]) -> str:
+        belongs, words = json.loads(html.unescape(match[1]))
+        attributes = "".join(f' data-{key}="{html.escape(value)}"' for key, value in belongs.items())
+        return f"<g{attributes}>" + (f"<title>{html.escape(words)}</title>" if words else "")
+
+    # Several pictures on a page: names that only matplotlib knows would be there several times.
+    return re.sub(r'<g id="[A-Za-z0-9]+_\d+">', "<g>", re.sub(rf'<g id="{MARK}([^"]*)">', write, text))
 
 
 def plain(text: str) -> str:

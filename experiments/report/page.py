@@ -1,21 +1,27 @@
-"""Writes the report of one experiment: index.html, Markdown, CSV and pictures, each file at once or not at all."""
+"""The files of one experiment (Markdown, CSV, LaTeX, pictures), and what the page shows of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+import yaml
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from ..files import write_atomic
-from . import curves, figures, tables
-from .cells import FAR_BELOW, Cell, Measure, Results, axis_label, place_label
-from .collect import Run, path_words
+from . import cost, curves, figures, sums, tables
+from .cells import FAR_BELOW, Cell, Measure, Results, axis_label, filter_of, place_label
+from .collect import CONFIG, Run, path_words
+from .counterpart import published_table
 from .curves import read_curves
 from .published import PublishedResult
 from .statistics import PAIRS_FOR_A_BOOTSTRAP, PAIRS_FOR_A_WINNER, Outcome
 
-PAGE = "index.html"
+IMAGES: dict[str, Callable[[Figure], str | bytes]] = {
+    "svg": figures.svg_file,
+    "pdf": figures.pdf,
+    "png": figures.png,
+}
 
 
 @dataclass(frozen=True)
@@ -29,18 +35,54 @@ class RunWords:
     title: str
     command: str
     facts: tuple[tuple[str, str], ...]
+    config: str
+    filters: tables.Filter
 
 
-def write_report(results: Results, published: Sequence[PublishedResult], folder: Path) -> Path:
-    """Writes all files of an experiment's report.
+@dataclass(frozen=True)
+class View:
+    """What the page shows of an experiment.
+
+    Attributes:
+        results: its cells and comparisons.
+        published: the published counterparts.
+        machines: where and when the runs were made, in words.
+        protocol_words: the published treatment of the numbers, or "".
+        verdicts: what the runs show, in sentences.
+        pictures: captions and inline SVG.
+        numbers: tables, in the order of reading.
+        protocol: how to read them.
+        published_table: the published numbers.
+        runs: every run that counts.
+        problems: those that do not.
+        files: names of the files beside the page.
+        steps: the values of the filter by half-steps, in the attentions' order, each with its words.
+        seeds: the values of the filter by seed.
+    """
+
+    results: Results
+    published: tuple[PublishedResult, ...]
+    machines: str
+    protocol_words: str
+    verdicts: list[str]
+    pictures: list[tuple[str, Markup]]
+    numbers: list[tables.Table]
+    protocol: list[str]
+    published_table: tables.Table
+    runs: list[RunWords]
+    problems: tables.Table
+    files: list[str]
+    steps: dict[str, str]
+    seeds: list[str]
+
+
+def write_files(results: Results, published: Sequence[PublishedResult], folder: Path) -> View:
+    """Writes all files of an experiment's report but the page.
 
     Args:
         results: the experiment's cells and comparisons, at least one cell.
         published: the published counterparts.
         folder: made where it is not there; files of an older report are replaced.
-
-    Returns:
-        The path of `index.html`, which is written last.
 
     Raises:
         OSError: where the folder cannot be written.
@@ -48,36 +90,56 @@ def write_report(results: Results, published: Sequence[PublishedResult], folder:
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, str | bytes] = {}
     pictures = []
+
+    def add(figure: Figure, stem: str, what: str, caption: str) -> None:
+        pictures.append((caption, Markup(figures.svg(figure, f"{results.experiment}, {what}", caption))))
+        files.update({f"{stem}.{ending}": save(figure) for ending, save in IMAGES.items()})
+
     for measure in Measure:
-        figure = figures.draw(results, measure)
-        stem = f"accuracy_{measure.name.lower()}"
-        caption = _caption(results, measure)
-        pictures.append(
-            (caption, Markup(figures.svg(figure, f"{results.experiment}, {results.words(measure)}", caption)))
-        )
-        files[f"{stem}.svg"] = figures.svg_file(figure)
-        files[f"{stem}.png"] = figures.png(figure)
+        stem = f"{results.quantity.name}_{measure.name.lower()}"
+        add(figures.draw(results, measure), stem, results.words(measure), _caption(results, measure))
     drawn = read_curves(results)
     for group in drawn:
-        figure, stem = curves.draw(group, results), f"curves_{group.split}"
-        pictures.append(
-            (group.caption(), Markup(figures.svg(figure, f"{results.experiment}, {group.quantity}", group.caption())))
-        )
-        files[f"{stem}.svg"] = figures.svg_file(figure)
-        files[f"{stem}.png"] = figures.png(figure)
+        add(curves.draw(group, results), f"curves_{group.split}", group.quantity, group.caption())
+    recorded = sums.cell_sums(results)
+    if recorded:
+        caption = "Column sums of the attention maps, sorted, over their mean, by epoch: mean of the runs."
+        add(sums.draw(recorded, results), "column_sums", "column sums", caption)
+        files["column_sums.csv"] = sums.sums_csv(recorded, results)
     if drawn:
         files["curves.csv"] = tables.curves_csv(results, drawn)
+    costs = cost.cost_table(results)
+    if costs.rows:
+        files["cost.csv"] = cost.cost_csv(results)
     files["cells.csv"] = tables.cells_csv(results)
     files["differences.csv"] = tables.contests_csv(results)
     files["runs.csv"] = tables.runs_csv(results)
-    files["report.md"] = _markdown(results, published)
-    files[PAGE] = _page(results, published, pictures, sorted(files))
+    shown = result_tables(results)
+    shown += [sums.sums_table(recorded, results)] if recorded else []
+    shown += [costs] if costs.rows else []
+    files["tables.tex"] = "\n".join(map(tables.as_latex, shown))
+    files["report.md"] = _markdown(results, published, shown)
     for name, content in files.items():
         # A lone surrogate from a damaged file is no character; it is spelt out rather than refused.
         write_atomic(
             folder / name, content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
         )
-    return folder / PAGE
+    return View(
+        results=results,
+        published=tuple(published),
+        machines=_machines(results.runs),
+        protocol_words=results.protocol.words() if results.protocol else "",
+        verdicts=verdict_lines(results),
+        pictures=pictures,
+        numbers=[*shown, tables.run_table(results)],
+        protocol=protocol_lines(results),
+        published_table=published_table(published, results),
+        runs=[_run_words(results, cell, run) for cell in results.cells for run in cell.runs],
+        problems=tables.problem_table(results.problems),
+        files=sorted(files),
+        steps={filter_of(attention)["n-iters"]: attention.steps for attention in results.attentions},
+        seeds=[str(seed) for seed in sorted({run.seed for run in results.runs})],
+    )
 
 
 def result_tables(results: Results) -> list[tables.Table]:
@@ -93,6 +155,8 @@ def result_tables(results: Results) -> list[tables.Table]:
 def verdict_lines(results: Results) -> list[str]:
     """What is shown at the chosen epoch: one sentence for each attention, its places grouped by outcome."""
     contests = [contest for contest in results.contests if contest.measure is Measure.CHOSEN]
+    quantity = results.quantity
+    points = "points" if quantity.scale != 1 else quantity.points
     lines = []
     for attention in results.attentions:
         ours = [contest for contest in contests if contest.cell.attention == attention]
@@ -102,7 +166,8 @@ def verdict_lines(results: Results) -> list[str]:
             words = tables.verdict_words(contest)
             place = ", ".join(_places(results, contest.cell))
             if contest.verdict.outcome in (Outcome.HIGHER, Outcome.LOWER):
-                place += f" ({tables.points(comparison.mean)} points, {tables.interval(comparison.interval)})"
+                interval = tables.interval(comparison.interval, quantity)
+                place += f" ({quantity.difference(comparison.mean)} {points}, {interval})"
             grouped.setdefault(words, []).append(place)
         if ours:
             baselines = " and ".join(sorted({contest.baseline.attention.label for contest in ours}))
@@ -123,12 +188,14 @@ def protocol_lines(results: Results) -> list[str]:
     left_out = "what the published protocol leaves of them" if results.protocol else "all of them: none is left out"
     rules = {(run.selected_on, run.selected_by) for run in results.runs}
     selection = ", ".join(sorted(f"by the {metric} of {split}" for split, metric in rules))
+    quantity = results.quantity
+    far = f"{quantity.scale * FAR_BELOW * quantity.top:.0f} {'points' if quantity.scale != 1 else quantity.points}"
     return [
-        f"Accuracies are on the test set, {results.words(Measure.CHOSEN)} ({selection}), "
+        f"Numbers are {quantity.words} on the test set, {results.words(Measure.CHOSEN)} ({selection}), "
         "and, apart from it, at the last epoch.",
         "A cell's runs differ in their seed alone. Best, median, mean, worst and standard deviation (n − 1) are over "
         f"{left_out}. A run that diverged counts in n and ranks below every other.",
-        f"Low runs diverged or ended more than {100 * FAR_BELOW:.0f} points under the median of their cell's runs.",
+        f"Low runs diverged or ended more than {far} under the median of their cell's runs.",
         "Differences are paired by seed, on equal data splits only, with a 95 % t interval of the mean difference; a "
         f"BCa bootstrap interval stands beside it from {PAIRS_FOR_A_BOOTSTRAP} pairs on.",
         f"A winner is named only with {PAIRS_FOR_A_WINNER} pairs or more, a t interval without zero, and a p value "
@@ -137,48 +204,23 @@ def protocol_lines(results: Results) -> list[str]:
     ]
 
 
-def _page(
-    results: Results, published: Sequence[PublishedResult], pictures: Sequence[tuple[str, Markup]], files: list[str]
-) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.jinja").render(
-        results=results,
-        machines=_machines(results.runs),
-        protocol_words=results.protocol.words() if results.protocol else "",
-        verdicts=verdict_lines(results),
-        pictures=pictures,
-        tables=result_tables(results),
-        protocol=protocol_lines(results),
-        published=tables.published_table(published),
-        runs=[_run_words(results, cell, run) for cell in results.cells for run in cell.runs],
-        problems=tables.problem_table(results),
-        files=files,
-    )
-
-
-def _markdown(results: Results, published: Sequence[PublishedResult]) -> str:
+def _markdown(results: Results, published: Sequence[PublishedResult], shown: Sequence[tables.Table]) -> str:
     parts = [f"# {results.experiment}", _machines(results.runs)]
     if results.protocol:
         parts.append(f"**Protocol of the published code.** {results.protocol.words()}")
     parts.append("\n".join(f"- {line}" for line in verdict_lines(results)))
-    parts += [tables.as_markdown(table) for table in result_tables(results)]
+    parts += [tables.as_markdown(table) for table in shown]
     parts.append("### How to read this\n\n" + "\n".join(f"- {line}" for line in protocol_lines(results)))
     if published:
-        parts.append(tables.as_markdown(tables.published_table(published)))
+        parts.append(tables.as_markdown(published_table(published, results)))
     if results.problems:
-        parts.append(tables.as_markdown(tables.problem_table(results)))
+        parts.append(tables.as_markdown(tables.problem_table(results.problems)))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def _caption(results: Results, measure: Measure) -> str:
     by = f" by {axis_label(results.axes[0])}" if results.axes else ""
-    caption = f"Test accuracy{by}, {results.words(measure)}: "
+    caption = f"Test {results.quantity.words}{by}, {results.words(measure)}: "
     caption += "mean of the seeds (line), worst to best run (band), each run (dot)."
     if any(cell.summary(measure).diverged for cell in results.cells):
         caption += " A cross at the lower edge: a run diverged; the mean is then that of the others."
@@ -202,10 +244,11 @@ def _run_words(results: Results, cell: Cell, run: Run) -> RunWords:
     card = run.card
     attempts = [attempt for attempt in card.get("attempts") or [] if isinstance(attempt, Mapping)]
     git = card.get("git") if isinstance(card.get("git"), Mapping) else None
+    number, percent = results.quantity.number, " %" if results.quantity.scale == 100 else ""
     facts = [
         ("folder", path_words(run.folder)),
         (
-            "test accuracy",
+            f"test {results.quantity.words}",
             f"{run.chosen!r} at epoch {run.best_epoch}, {run.last!r} at epoch {run.last_epoch} (the last)",
         ),
         ("data split", run.split or "not recorded"),
@@ -214,13 +257,28 @@ def _run_words(results: Results, cell: Cell, run: Run) -> RunWords:
         ("attempts", str(len(attempts))),
         ("commit", f"{git.get('commit')}{' with changes' if git.get('dirty') else ''}" if git else "not recorded"),
         ("versions", _pairs(card.get("versions"))),
-        ("configuration", _pairs(run.settings)),
     ]
     title = f"{cell.attention.label} {_where(results, cell)}".strip() + f", seed {run.seed}: "
-    title += f"{tables.percent(run.chosen)} %, last epoch {tables.percent(run.last)} %"
-    chosen, last = repr(run.chosen), repr(run.last)
-    command = str(card.get("command", "not recorded"))
-    return RunWords(path_words(run.folder), run.seed, chosen, last, title, command, tuple(facts))
+    title += f"{number(run.chosen)}{percent}, last epoch {number(run.last)}{percent}"
+    return RunWords(
+        folder=path_words(run.folder),
+        seed=run.seed,
+        chosen=repr(run.chosen),
+        last=repr(run.last),
+        title=title,
+        command=str(card.get("command", "not recorded")),
+        facts=tuple(facts),
+        config=_config(run),
+        filters=filter_of(cell.attention, run.seed),
+    )
+
+
+def _config(run: Run) -> str:
+    """The resolved configuration as its file has it; where that cannot be read, the part that the run card holds."""
+    try:
+        return (run.folder / CONFIG).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return yaml.safe_dump(run.card.get("identity"), sort_keys=False, allow_unicode=True)
 
 
 def _machines(runs: Sequence[Run]) -> str:

@@ -69,14 +69,78 @@ class PublishedResult:
     rows: list[PublishedRow] = MISSING
 
 
+class Kind(Enum):
+    """What a claim says, and so what decides it.
+
+    higher: Sinkhorn's metric is higher than the baseline's.
+    equal: the two differ by no more than `bound`, in points.
+    gap_grows: Sinkhorn's lead is larger at the smallest value of the swept axis than at the largest.
+    flatter: the column sums of softmax attention are less uneven at the end of training than at the beginning.
+    cheap: an epoch takes no more than `bound` times the baseline's.
+    """
+
+    higher = "higher"
+    equal = "equal"
+    gap_grows = "gap_grows"
+    flatter = "flatter"
+    cheap = "cheap"
+
+
+@dataclass
+class Claim:
+    """A sentence of the paper that runs can decide.
+
+    Attributes:
+        id: a name for it.
+        source: key in the file's `sources`; after loading, the source's text.
+        place: where in the source it stands.
+        sentence: the claim.
+        kind: what decides it.
+        bound: for the kinds that have one.
+        published: ids of the results that it rests on.
+        experiments: the experiments of this suite that are its counterpart.
+        stand_ins: small experiments that ask the same of other data.
+        data: names of the paper's data; runs on others are stand-ins too. Empty where the experiment says it all.
+        at: settings that a cell must have for the claim to be about it.
+        status: how far it is known that the source says so.
+    """
+
+    id: str = MISSING
+    source: str = MISSING
+    place: str = MISSING
+    sentence: str = MISSING
+    kind: Kind = MISSING
+    bound: float | None = None
+    published: list[str] = field(default_factory=list)
+    experiments: list[str] = MISSING
+    stand_ins: list[str] = field(default_factory=list)
+    data: list[str] = field(default_factory=list)
+    at: dict[str, float] = field(default_factory=dict)
+    status: Status = MISSING
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What is published: numbers, and claims."""
+
+    results: list[PublishedResult]
+    claims: list[Claim]
+
+
 @dataclass
 class _File:
     sources: dict[str, str] = MISSING
     results: list[PublishedResult] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
 
 
 def load_published(path: Path = PAPER_RESULTS) -> list[PublishedResult]:
-    """Reads and checks a file of published numbers.
+    """The published numbers of a file; see `load_paper`."""
+    return load_paper(path).results
+
+
+def load_paper(path: Path = PAPER_RESULTS) -> Paper:
+    """Reads and checks a file of published numbers and claims.
 
     Raises:
         ValueError: for what is missing, unknown, twice there or of the wrong type, with the entry that it is in.
@@ -105,13 +169,33 @@ def load_published(path: Path = PAPER_RESULTS) -> list[PublishedResult]:
         for row in result.rows:
             _check_row(row, result.unit, f"{where}, row {row.model!r}")
         result.source = content.sources[result.source]
-    return content.results
+    results = {result.id for result in content.results}
+    for claim in content.claims:
+        where = f"{path}: claim {claim.id!r}"
+        if claim.id in seen:
+            raise ValueError(f"{where} is there twice, or a result has its name")
+        seen.add(claim.id)
+        if claim.source not in content.sources:
+            raise ValueError(f"{where}: source {claim.source!r} is not one of {', '.join(content.sources)}")
+        unknown = [name for name in claim.published if name not in results]
+        if unknown:
+            raise ValueError(f"{where}: there is no result {unknown[0]!r}")
+        if (claim.bound is not None) != (claim.kind in (Kind.equal, Kind.cheap)):
+            raise ValueError(
+                f"{where}: a claim of the kind {claim.kind.value} has {'no' if claim.bound else 'a'} bound"
+            )
+        claim.source = content.sources[claim.source]
+    return Paper(content.results, content.claims)
+
+
+def base_name(experiment: str) -> str:
+    """An experiment's name without `_paper` or `_official`."""
+    return experiment.removesuffix("_official").removesuffix("_paper")
 
 
 def published_for(experiment: str, results: list[PublishedResult]) -> list[PublishedResult]:
     """The results that are counterparts of an experiment, of its `_paper` and its `_official` form."""
-    base = experiment.removesuffix("_official").removesuffix("_paper")
-    return [result for result in results if base in result.experiments]
+    return [result for result in results if base_name(experiment) in result.experiments]
 
 
 def _check_row(row: PublishedRow, unit: str, where: str) -> None:

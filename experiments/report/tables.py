@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .cells import TUNED, Cell, Contest, Measure, Results, axis_label, place_label
-from .collect import Setting, path_words
+from .cells import TUNED, Cell, Contest, Filter, Measure, Results, axis_label, filter_of, place_label
+from .collect import NOTHING, Problem, Quantity, Setting, path_words
 from .curves import Curves, as_rows
-from .published import PublishedResult
 from .statistics import PAIRS_FOR_A_BOOTSTRAP, Interval, Outcome
 
 BUDGET = ("trainer.max_epochs", "data.batch_size", "optimizer._target_", "optimizer.lr")
-NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class Table:
         rows: as many words as there are columns, in each.
         note: what has to be known to read it.
         strong: indices of rows that name a winner.
+        filters: of each row what it is filtered by, one entry a row, or () for a table that no filter concerns.
     """
 
     title: str
@@ -36,26 +35,20 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     strong: frozenset[int] = frozenset()
+    filters: tuple[Filter, ...] = ()
 
 
-def percent(value: float) -> str:
-    """A fraction as a percentage with two decimals, without the sign."""
-    return f"{100.0 * value:.2f}" if math.isfinite(value) else NOTHING
-
-
-def points(value: float) -> str:
-    """A difference of fractions in percentage points, with its sign."""
-    return f"{100.0 * value:+.2f}" if math.isfinite(value) else NOTHING
-
-
-def interval(bounds: Interval | None) -> str:
-    """An interval of differences in percentage points."""
-    return f"[{points(bounds.low)}, {points(bounds.high)}]" if bounds is not None else NOTHING
+def interval(bounds: Interval | None, quantity: Quantity) -> str:
+    """An interval of differences."""
+    if bounds is None:
+        return NOTHING
+    return f"[{quantity.difference(bounds.low)}, {quantity.difference(bounds.high)}]"
 
 
 def cell_table(results: Results, measure: Measure) -> Table:
-    """Best, median, mean, worst, standard deviation and n of each cell, in percent."""
+    """Best, median, mean, worst, standard deviation and n of each cell."""
     rows = []
+    number = results.quantity.number
     for cell in results.cells:
         shown = results.shown(cell, measure)
         summary = shown.summary
@@ -63,20 +56,21 @@ def cell_table(results: Results, measure: Measure) -> Table:
             numbers = [NOTHING] * 5
             count = f"0 (+{shown.left_out} left out)"
         else:
-            worst = _ending(summary.worst)
-            numbers = [percent(summary.best), percent(summary.median), percent(summary.mean), worst]
-            numbers.append(percent(summary.std))
+            worst = _ending(summary.worst, results.quantity)
+            numbers = [number(summary.best), number(summary.median), number(summary.mean), worst, number(summary.std)]
             count = str(summary.n) + (f" (+{shown.left_out} left out)" if shown.left_out else "")
         name = cell.attention.label
         if shown.taken_from is not None:
             name += f" (overwritten by {shown.taken_from.label})"
         rows.append((*_place(results, cell), name, count, *numbers, _stuck(cell, measure)))
     header = (*map(axis_label, results.axes), "attention", "n", "best", "median", "mean", "worst", "std", "low runs")
-    return Table(f"Test accuracy in percent, {results.words(measure)}", header, tuple(rows))
+    title = f"Test {results.quantity.words}{results.quantity.unit}, {results.words(measure)}"
+    return Table(title, header, tuple(rows), filters=tuple(filter_of(cell.attention) for cell in results.cells))
 
 
 def contest_table(results: Results, measure: Measure) -> Table:
-    """Each cell's difference from its baseline, in percentage points, paired by seed."""
+    """Each cell's difference from its baseline, paired by seed."""
+    quantity = results.quantity
     contests = [contest for contest in results.contests if contest.measure is measure]
     family = contests[0].verdict.family if contests else 0
     bootstrap = any(contest.comparison.n >= PAIRS_FOR_A_BOOTSTRAP for contest in contests)
@@ -85,8 +79,8 @@ def contest_table(results: Results, measure: Measure) -> Table:
     for contest in contests:
         comparison, verdict = contest.comparison, contest.verdict
         row = [*_place(results, contest.cell), contest.cell.attention.label]
-        row += [str(comparison.n), points(comparison.mean), interval(comparison.interval)]
-        row += [interval(comparison.bootstrap)] if bootstrap else []
+        row += [str(comparison.n), quantity.difference(comparison.mean), interval(comparison.interval, quantity)]
+        row += [interval(comparison.bootstrap, quantity)] if bootstrap else []
         row += [_p_value(verdict.adjusted_p)] if family else []
         row += [verdict_words(contest)]
         rows.append((*row, _unpaired(contest)) if unpaired else tuple(row))
@@ -99,8 +93,9 @@ def contest_table(results: Results, measure: Measure) -> Table:
         index for index, contest in enumerate(contests) if contest.verdict.outcome in (Outcome.HIGHER, Outcome.LOWER)
     )
     baselines = sorted({contest.baseline.attention.label for contest in contests})
-    title = f"Difference from {' or '.join(baselines)} in percentage points, {results.words(measure)}, paired by seed"
-    return Table(title, tuple(header), tuple(rows), "", strong)
+    title = f"Difference from {' or '.join(baselines)} in {quantity.points}, {results.words(measure)}, paired by seed"
+    filters = tuple(filter_of(contest.cell.attention) for contest in contests)
+    return Table(title, tuple(header), tuple(rows), "", strong, filters)
 
 
 def budget_table(results: Results) -> Table:
@@ -114,25 +109,46 @@ def budget_table(results: Results) -> Table:
         row += [_range(epochs), _range(best), " ".join(str(run.seed) for run in cell.runs)]
         rows.append(tuple(row))
     header = (*map(axis_label, results.axes), "attention", *map(axis_label, keys))
-    return Table("Budget of each cell", (*header, "last epoch", "chosen epochs", "seeds"), tuple(rows))
+    filters = tuple(filter_of(cell.attention) for cell in results.cells)
+    header = (*header, "last epoch", "chosen epochs", "seeds")
+    return Table("Budget of each cell", header, tuple(rows), filters=filters)
 
 
-def problem_table(results: Results) -> Table:
+def run_table(results: Results) -> Table:
+    """Every run that counts, with its own numbers."""
+    listed = [(cell, run) for cell in results.cells for run in cell.runs]
+    number = results.quantity.number
+    rows = tuple(
+        (
+            *_place(results, cell),
+            cell.attention.label,
+            str(run.seed),
+            number(run.chosen),
+            str(run.best_epoch),
+            number(run.last),
+            str(run.last_epoch),
+            run.finished or NOTHING,
+        )
+        for cell, run in listed
+    )
+    header = (
+        *map(axis_label, results.axes),
+        "attention",
+        "seed",
+        "at the chosen epoch",
+        "which",
+        "at the last",
+        "which",
+    )
+    filters = tuple(filter_of(cell.attention, run.seed) for cell, run in listed)
+    title = f"Test {results.quantity.words}{results.quantity.unit} of every run"
+    return Table(title, (*header, "finished"), rows, filters=filters)
+
+
+def problem_table(problems: Sequence[Problem]) -> Table:
     """The runs that do not count, each with its reason."""
-    rows = tuple((problem.state, path_words(problem.folder), problem.reason) for problem in results.problems)
+    rows = tuple((problem.state, path_words(problem.folder), problem.reason) for problem in problems)
     return Table("Runs that do not count", ("state", "folder", "reason"), rows)
-
-
-def published_table(published: Sequence[PublishedResult]) -> Table:
-    """The published counterparts, with their protocol and how far each number is known."""
-    rows = []
-    for result in published:
-        for row in result.rows:
-            values = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in row.values.items())
-            model = row.model + (f", {row.n_iters} half-steps" if row.n_iters is not None else "")
-            rows.append((model, result.metric, values, result.unit, result.status.value, result.place, result.protocol))
-    header = ("model", "metric", "numbers", "unit", "status", "place", "protocol")
-    return Table("Published numbers", header, tuple(rows))
 
 
 def verdict_words(contest: Contest) -> str:
@@ -153,6 +169,13 @@ def as_markdown(table: Table) -> str:
     return f"### {table.title}\n\n" + "\n".join(lines) + "\n" + (f"\n{table.note}\n" if table.note else "")
 
 
+def as_latex(table: Table) -> str:
+    """The table in LaTeX, for booktabs; every sign that LaTeX takes for a command is written out."""
+    lines = [f"% {' '.join(table.title.split())}", f"\\begin{{tabular}}{{{'l' * len(table.header)}}}", "\\toprule"]
+    lines += [_latex_row(table.header), "\\midrule", *map(_latex_row, table.rows), "\\bottomrule", "\\end{tabular}"]
+    return "\n".join(lines) + "\n"
+
+
 def as_rich(table: Table) -> RichTable:
     """The table for the terminal. Words are taken literally, brackets are no markup."""
     drawn = RichTable(title=Text(table.title), title_justify="left")
@@ -164,7 +187,7 @@ def as_rich(table: Table) -> RichTable:
 
 
 def cells_csv(results: Results) -> str:
-    """One line per cell and measure, accuracies as fractions with all digits, empty where there is no number."""
+    """One line per cell and measure, numbers as recorded with all digits, empty where there is none."""
     header = [*results.axes, "attention", "n_iters", "options", "measure", "n", "diverged", "low_runs", "left_out"]
     header += ["taken_from", "best", "median", "mean", "worst", "std"]
     rows = []
@@ -172,59 +195,60 @@ def cells_csv(results: Results) -> str:
         for cell in results.cells:
             shown = results.shown(cell, measure)
             summary = shown.summary
-            row = [*cell.place, *_attention(cell), measure.name.lower()]
+            row = [*cell.place, *attention_columns(cell), measure.name.lower()]
             row += [summary.n, summary.diverged] if summary else [0, 0]
             row += [len(cell.stuck(measure)), shown.left_out, shown.taken_from.label if shown.taken_from else ""]
             numbers = [summary.best, summary.median, summary.mean, summary.worst, summary.std] if summary else []
-            rows.append([*row, *(map(_number, numbers) if numbers else [""] * 5)])
-    return _csv(header, rows)
+            rows.append([*row, *(map(digits, numbers) if numbers else [""] * 5)])
+    return as_csv(header, rows)
 
 
 def contests_csv(results: Results) -> str:
-    """One line per comparison and measure, differences as fractions with all digits."""
+    """One line per comparison and measure, differences of the numbers as recorded, with all digits."""
     header = [*results.axes, "attention", "n_iters", "options", "baseline", "measure", "pairs", "mean", "std"]
     header += ["t_low", "t_high", "bootstrap_low", "bootstrap_high", "p", "holm_p", "family", "outcome", "seeds"]
     header += ["only_attention", "only_baseline", "other_split", "diverged"]
     rows = []
     for contest in results.contests:
         comparison, verdict = contest.comparison, contest.verdict
-        row: list[object] = [*contest.cell.place, *_attention(contest.cell), contest.baseline.attention.label]
-        row += [contest.measure.name.lower(), comparison.n, _number(comparison.mean), _number(comparison.std)]
+        row: list[object] = [*contest.cell.place, *attention_columns(contest.cell), contest.baseline.attention.label]
+        row += [contest.measure.name.lower(), comparison.n, digits(comparison.mean), digits(comparison.std)]
         for bounds in (comparison.interval, comparison.bootstrap):
-            row += [_number(bounds.low), _number(bounds.high)] if bounds else ["", ""]
-        row += [_number(comparison.p_value), _number(verdict.adjusted_p), verdict.family, verdict.outcome.name.lower()]
+            row += [digits(bounds.low), digits(bounds.high)] if bounds else ["", ""]
+        row += [digits(comparison.p_value), digits(verdict.adjusted_p), verdict.family, verdict.outcome.name.lower()]
         lists = (comparison.seeds, comparison.only_candidate, comparison.only_baseline, comparison.other_split)
         rows.append([*row, *(" ".join(map(str, seeds)) for seeds in (*lists, comparison.diverged))])
-    return _csv(header, rows)
+    return as_csv(header, rows)
 
 
 def curves_csv(results: Results, curves: Sequence[Curves]) -> str:
-    """One line per cell and epoch: quartiles of the error over the cell's runs, fractions with all digits."""
+    """One line per cell and epoch: quartiles over the cell's runs of what is drawn, with all digits."""
     header = [*results.axes, "attention", "n_iters", "options", "split", "epoch", "n", "first_quartile", "median"]
     rows = [
-        [*curve.cell.place, *_attention(curve.cell), group.split, epoch, n, *map(_number, quartiles)]
+        [*curve.cell.place, *attention_columns(curve.cell), group.split, epoch, n, *map(digits, quartiles)]
         for group, curve, epoch, n, quartiles in as_rows(curves)
     ]
-    return _csv([*header, "third_quartile"], rows)
+    return as_csv([*header, "third_quartile"], rows)
 
 
 def runs_csv(results: Results) -> str:
     """One line per run that counts, the numbers as in its result.json."""
     header = [*results.axes, "attention", "n_iters", "options", "seed", "split", "best_epoch", "last_epoch"]
-    header += ["accuracy_chosen", "accuracy_last", "finished", "folder"]
+    header += [f"{results.quantity.name}_chosen", f"{results.quantity.name}_last", "finished", "folder"]
     rows = []
     for cell in results.cells:
         for run in cell.runs:
-            row: list[object] = [*cell.place, *_attention(cell), run.seed, run.split or "", run.best_epoch]
+            row: list[object] = [*cell.place, *attention_columns(cell), run.seed, run.split or "", run.best_epoch]
             rows.append([*row, run.last_epoch, repr(run.chosen), repr(run.last), run.finished, path_words(run.folder)])
-    return _csv(header, rows)
+    return as_csv(header, rows)
 
 
 def _place(results: Results, cell: Cell) -> list[str]:
     return [place_label(axis, value) for axis, value in zip(results.axes, cell.place, strict=True)]
 
 
-def _attention(cell: Cell) -> list[object]:
+def attention_columns(cell: Cell) -> list[object]:
+    """A cell's normalizer, number of half-steps and options, as files have them."""
     attention = cell.attention
     options = " ".join(f"{name}={value}" for name, value in attention.options)
     return [attention.name, "" if attention.n_iters is None else attention.n_iters, options]
@@ -232,11 +256,11 @@ def _attention(cell: Cell) -> list[object]:
 
 def _stuck(cell: Cell, measure: Measure) -> str:
     stuck = cell.stuck(measure)
-    return ", ".join(f"seed {run.seed}: {_ending(measure.of(run))}" for run in stuck) if stuck else "0"
+    return ", ".join(f"seed {run.seed}: {_ending(measure.of(run), run.quantity)}" for run in stuck) or "0"
 
 
-def _ending(value: float) -> str:
-    return percent(value) if math.isfinite(value) else "diverged"
+def _ending(value: float, quantity: Quantity) -> str:
+    return quantity.number(value) if math.isfinite(value) else "diverged"
 
 
 def _unpaired(contest: Contest) -> str:
@@ -270,7 +294,8 @@ def _range(values: Sequence[int]) -> str:
     return str(values[0]) if values[0] == values[-1] else f"{values[0]}–{values[-1]}"
 
 
-def _number(value: float) -> str:
+def digits(value: float) -> str:
+    """A number with all its digits, empty where it is none."""
     return repr(value) if math.isfinite(value) else ""
 
 
@@ -279,13 +304,25 @@ def _markdown_row(words: Sequence[str]) -> str:
     return "| " + " | ".join(escaped) + " |"
 
 
+LATEX = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "−": "$-$"}
+    | {"<": "$<$", ">": "$>$", "±": r"$\pm$", "≤": r"$\leq$", "≥": r"$\geq$"}
+)
+
+
+def _latex_row(words: Sequence[str]) -> str:
+    return " & ".join(" ".join(word.split()).translate(LATEX) for word in words) + r" \\"
+
+
 def _literal(word: str) -> str:
     for sign, written in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("*", "\\*"), ("_", "\\_"), ("`", "\\`")):
         word = word.replace(sign, written)
     return word
 
 
-def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def as_csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Rows of values as a CSV file."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(header)

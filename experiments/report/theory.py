@@ -9,15 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from ..files import write_atomic
 from .collect import NOT_SEARCHED, Problem, path_words
 from .tables import Table, as_markdown
 
 NAME = "theory"
 RESULTS = "results.json"
-PAGE = "index.html"
 VERDICTS = {True: "yes", False: "no", None: "open"}
 
 
@@ -126,11 +123,23 @@ def summary_line(checks: Sequence[Check]) -> str:
     return line + (f" These do not: {'; '.join(failed)}." if failed else "")
 
 
-def write_theory(checks: Sequence[Check], problems: Sequence[Problem], folder: Path) -> Path:
-    """Writes theory.md and, last, index.html into a folder, which is made where it is not there.
+@dataclass(frozen=True)
+class TheoryView:
+    """What the page shows of the theory.
 
-    Returns:
-        The path of index.html.
+    Attributes:
+        summary: how many statements hold.
+        checks: the checks with their tables.
+        unread: folders whose results cannot be read.
+    """
+
+    summary: str
+    checks: tuple[tuple[Check, Table], ...]
+    unread: Table
+
+
+def write_theory(checks: Sequence[Check], problems: Sequence[Problem], folder: Path) -> TheoryView:
+    """Writes theory.md into a folder, which is made where it is not there; returns what the page shows.
 
     Raises:
         OSError: where the folder cannot be written.
@@ -144,19 +153,9 @@ def write_theory(checks: Sequence[Check], problems: Sequence[Problem], folder: P
     parts = ["# Theory", summary_line(checks)]
     parts += [f"{as_markdown(check_table(check))}\n`{check.command}`" for check in checks]
     parts += [as_markdown(unread)] if problems else []
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("theory.html.jinja").render(
-        summary=summary_line(checks), checks=[(check, check_table(check)) for check in checks], unread=unread
-    )
-    for name, text in (("theory.md", "\n\n".join(part.strip() for part in parts) + "\n"), (PAGE, page)):
-        write_atomic(folder / name, text.encode("utf-8", "backslashreplace"))
-    return folder / PAGE
+    text = "\n\n".join(part.strip() for part in parts) + "\n"
+    write_atomic(folder / "theory.md", text.encode("utf-8", "backslashreplace"))
+    return TheoryView(summary_line(checks), tuple((check, check_table(check)) for check in checks), unread)
 
 
 def _number(value: float | str) -> str:

@@ -15,8 +15,8 @@ import pytest
 from experiments.report.__main__ import main
 
 ROOT = Path(__file__).parents[3]
-NAMES = {"index.html", "report.md", "cells.csv", "differences.csv", "runs.csv"} | {
-    f"accuracy_{measure}.{ending}" for measure in ("chosen", "last") for ending in ("svg", "png")
+NAMES = {"index.html", "report.md", "cells.csv", "differences.csv", "runs.csv", "tables.tex"} | {
+    f"accuracy_{measure}.{ending}" for measure in ("chosen", "last") for ending in ("svg", "pdf", "png")
 }
 
 
@@ -70,6 +70,7 @@ def report(some_runs):
 def test_all_files_are_there_and_nothing_else(report):
     assert {path.name for path in report.iterdir()} == NAMES
     assert report.joinpath("accuracy_chosen.png").read_bytes().startswith(b"\x89PNG")
+    assert report.joinpath("accuracy_chosen.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_page_and_csv_hold_the_numbers_of_result_json(report):
@@ -106,10 +107,10 @@ def test_the_page_asks_for_nothing_from_outside(report):
     text = report.joinpath("index.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 1
     assert page.tags.count("svg") == 2
     for address in page.addresses:
-        assert address.startswith("#") or address in NAMES
+        assert address.startswith(("#", "data:,")) or address in NAMES
     assert "@import" not in text
     assert not re.search(r"url\((?!#)", text)
     assert "prefers-color-scheme: dark" in text
@@ -152,7 +153,7 @@ def test_bad_runs_are_listed_and_break_nothing(make_run, make_runs, tmp_path, ca
     report = tmp_path / "runs" / "mnist_patches" / "report"
     page = Page(report.joinpath("index.html").read_text(encoding="utf-8"))
     assert {str(failed), str(cut), str(tmp_path / "missing")} <= set(page.cells)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 1
     assert "<script>" not in report.joinpath("report.md").read_text(encoding="utf-8")
     assert len(page.runs) == 2
     assert "[red]" in capsys.readouterr().out
@@ -200,12 +201,23 @@ def test_an_experiment_each_in_a_folder_of_its_own(make_run, tmp_path, capsys):
     ]
     out = tmp_path / "out"
     assert main([str(tmp_path / "runs"), "--out", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == {"mnist_patches", "mnist_patches_official"}
-    pages = {name: Page((out / name / "index.html").read_text(encoding="utf-8")) for name in os.listdir(out)}
-    assert [len(page.runs) for page in pages.values()] == [1, 1]
-    for name, page in pages.items():
-        listed = {folder for folder in (broken, begun, nameless, *untested) if str(folder) in page.cells}
-        assert listed == ({nameless} if name == "mnist_patches" else {broken, begun, nameless})
+    names = ("mnist_patches", "mnist_patches_official")
+    assert {path.name for path in out.iterdir()} == {"index.html", *names}
+    for name in names:
+        assert {path.name for path in (out / name).iterdir()} == NAMES - {"index.html"}
+    views = dict(re.findall(r'<article id="([^"]*)"(.*?)</article>', (out / "index.html").read_text("utf-8"), re.S))
+    assert list(views) == ["overview", *names]
+    listed = {
+        name: {folder for folder in (broken, begun, nameless, *untested) if str(folder) in Page(view).cells}
+        for name, view in views.items()
+    }
+    assert listed == {
+        "overview": set(untested),
+        "mnist_patches": {nameless},
+        "mnist_patches_official": {broken, begun, nameless},
+    }
+    assert [view.count('class="run"') for view in views.values()] == [0, 1, 1]
+    assert 'href="mnist_patches_official/cells.csv"' in views["mnist_patches_official"]
     assert "mnist_patches_lr: no run to report (2 untested)" in capsys.readouterr().out
 
 

@@ -53,6 +53,7 @@ def test_the_page_has_statements_numbers_and_figures(make_check, tmp_path, capsy
     folder = tmp_path / "runs" / "theory" / "report"
     assert {path.name for path in folder.iterdir()} == {"index.html", "theory.md"}
     page = (folder / "index.html").read_text(encoding="utf-8")
+    page = page[page.index('<article id="theory"') :]
     assert re.findall(r"<h2[^>]*>([^<]*)</h2>", page) == ["invariance", "transport"]
     rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr.*</tr>", page)]
     assert [row[1:] for row in rows if row] == [
@@ -67,7 +68,7 @@ def test_the_page_has_statements_numbers_and_figures(make_check, tmp_path, capsy
     pictures = re.findall(r'<img src="data:image/svg\+xml;base64,([^"]*)"', page)
     assert [base64.b64decode(picture).decode() for picture in pictures] == [FIGURE, FIGURE]
     assert "python -m experiments.theory transport seed=3 counts=[1,3]</pre>" in page
-    assert not re.findall(r'(?:href|src)="(?!#|data:)', page)
+    assert not re.findall(r'(?:href|src)="(?!#|data:)', (folder / "index.html").read_text(encoding="utf-8"))
     markdown = (folder / "theory.md").read_text(encoding="utf-8")
     out = capsys.readouterr().out
     for words in ("2 of 3 statements hold; 1 numbers of open questions.", "1.25e-12"):
@@ -110,18 +111,20 @@ def test_only_damaged_checks_are_an_error(make_check, tmp_path, capsys):
     assert "figure" in capsys.readouterr().err
 
 
-def test_runs_and_theory_each_have_their_folder(make_check, make_run, tmp_path):
+def test_runs_and_theory_each_have_a_view_and_a_folder(make_check, make_run, tmp_path):
     make_check()
     make_run()
     out = tmp_path / "out"
     assert main([str(tmp_path / "runs"), "--out", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == {"mnist_patches", "theory"}
-    assert "max |K~ - K|" in (out / "theory" / "index.html").read_text(encoding="utf-8")
+    assert {path.name for path in out.iterdir()} == {"index.html", "mnist_patches", "theory"}
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert "max |K~ - K|" in page[page.index('<article id="theory"') :]
+    assert "max |K~ - K|" not in page[: page.index('<article id="theory"')]
     assert main([str(tmp_path / "runs" / "theory"), "--out", str(tmp_path / "alone")]) == 0
     assert (tmp_path / "alone" / "index.html").is_file()
 
 
 def test_checks_in_several_folders_need_a_place(make_check, tmp_path, capsys):
-    paths = [str(make_check(root=tmp_path / name)) for name in ("a", "b")]
+    paths = [str(make_check(root=tmp_path / name)) for name in ("a/theory", "b/theory")]
     assert main(paths) == 1
     assert "--out" in capsys.readouterr().err

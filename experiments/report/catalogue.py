@@ -1,0 +1,31 @@
+"""The experiments that there are, as configs/experiment describes them: what each asks and how it is run."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import CONFIGS
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An experiment: its name, the first sentence of its file, and the commands that the file gives."""
+
+    name: str
+    words: str
+    commands: tuple[str, ...]
+
+
+def catalogue(folder: Path = CONFIGS / "experiment") -> list[Entry]:
+    """Every experiment by name. What a file says of itself stands in the comment lines at its top."""
+    found = []
+    for path in sorted(folder.glob("*.yaml")):
+        lines = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if not line.startswith("#"):
+                break
+            lines.append(line.lstrip("#").strip())
+        commands = tuple(line for line in lines if line.startswith("python -m "))
+        words = " ".join(line for line in lines if line not in commands and not line.startswith("@package"))
+        found.append(Entry(path.stem, re.split(r"(?<=[.:])\s", words, maxsplit=1)[0].rstrip(":"), commands))
+    return found
