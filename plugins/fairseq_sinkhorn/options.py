@@ -52,7 +52,8 @@ class AttentionOptions:
             ValueError: for an unknown normalizer, options that it does not have or take, and a gradient other than
                 "unrolled" for one that has a single gradient.
         """
-        known = inspect.signature(type(get_normalizer(self.normalizer))).parameters
+        kind = type(get_normalizer(self.normalizer, head_dim=head_dim, num_heads=num_heads))
+        known = inspect.signature(kind).parameters
         given: dict[str, Any] = {}
         if "n_iters" in known:
             given["n_iters"] = self.sinkhorn_iters

@@ -114,7 +114,7 @@ class PaddedMultiheadAttentionBlock(MultiheadAttentionBlock):
 
 def _edge_iterations(normalizer: str, options: dict[str, object]) -> tuple[int, str]:
     """Half-steps over the edges for a normalizer, and why it cannot work on edges ("" where it can)."""
-    built = sinkhorn_attention.get_normalizer(normalizer, **options)
+    built = sinkhorn_attention.get_normalizer(normalizer, head_dim=1, num_heads=1, **options)
     if normalizer == "softmax":
         return 1, ""
     if normalizer != "sinkhorn":

@@ -60,7 +60,8 @@ def convert(
     Example:
         >>> convert(torchvision.models.vit_b_16(), "sinkhorn", n_iters=3, layers=6)
     """
-    row_wise = get_normalizer(normalizer, **options).row_wise
+    # A normalizer may need the sizes of the heads to be made; what is asked of this one does not depend on them.
+    row_wise = get_normalizer(normalizer, head_dim=1, num_heads=1, **options).row_wise
     causal = {} if row_wise or decoders else _causal_attention(model)
     left: dict[str, str] = {}
     unknown: dict[str, str] = {}

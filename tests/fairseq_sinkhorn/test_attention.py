@@ -283,6 +283,16 @@ def test_dropout_acts_on_the_map_and_may_be_kept_for_inference(plugin: ModuleTyp
     assert (module(x, x, x, need_weights=False)[0] - expected).abs().max() > 0.1
 
 
+def test_a_normalizer_with_parameters_for_its_heads(plugin: ModuleType, x: torch.Tensor) -> None:
+    """One that owns parameters is made from the sizes of the heads."""
+    module = build(plugin, 3, normalizer="lot", normalizer_options={"num_pivots": 4})
+    assert module.normalizer.pivot.shape == (HEADS, 4, WIDTH // HEADS)
+    out, weights = module(x, x, x, key_padding_mask=padding("right"))
+    alone = module(x[:3, :1], x[:3, :1], x[:3, :1])[0]
+    torch.testing.assert_close(out[:3, :1], alone)
+    torch.testing.assert_close(weights[0, :3].sum(-1), torch.ones(3))
+
+
 def test_options_reach_the_normalizer(plugin: ModuleType, x: torch.Tensor) -> None:
     module = build(plugin, 5, normalizer="unbalanced_sinkhorn", normalizer_options={"rho": 2.0})
     assert (module.normalizer.n_iters, module.normalizer.rho) == (5, 2.0)

@@ -223,6 +223,15 @@ def test_what_cannot_be_converted_is_refused_and_left_alone(build, options, mess
     assert [type(module) for module in model.modules()] == before
 
 
+def test_a_normalizer_with_parameters_for_its_heads():
+    """One that owns parameters is made from the sizes of each module's heads."""
+    model = nn.Sequential(MultiheadAttentionBlock(8, heads=2))
+    assert convert(model, "lot", n_iters=3) == ["0.attn"]
+    assert model[0].attn.normalizer.pivot.shape[::2] == (2, 4)
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)
+    torch.testing.assert_close(model[0](x, x, mask, mask)[1:, :3], model[0](x[1:, :3], x[1:, :3]))
+
+
 def test_without_strict_the_rest_is_converted():
     assert convert(nn.Linear(2, 2), strict=False) == []
     model = nn.ModuleList([PointTransformerConv(CHANNELS, CHANNELS), MultiheadAttentionBlock(CHANNELS)])

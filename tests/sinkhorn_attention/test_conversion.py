@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sinkhorn_attention import MultiheadAttention, convert
+from sinkhorn_attention import MultiheadAttention, convert, get_normalizer, list_normalizers
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
@@ -156,6 +156,21 @@ def test_refusals_leave_the_model_alone(call: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         convert(model, **call)
     assert not any(isinstance(module, MultiheadAttention) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", list_normalizers())
+def test_every_normalizer(name: str) -> None:
+    """One that owns parameters is made from the sizes of each module's heads."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, dropout=0.0), 2)
+    assert convert(model, name) == ["layers.0.self_attn", "layers.1.self_attn"]
+    x = torch.randn(2, 5, 8)
+    layer = model.layers[0].self_attn
+    query, key, value = nn.functional.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, -1)
+    heads = [tensor.unflatten(-1, (2, 4)).transpose(1, 2) for tensor in (query, key, value)]
+    built = get_normalizer(name, head_dim=4, num_heads=2)
+    built.load_state_dict(layer.normalizer.state_dict())
+    expected = layer.out_proj(built.attend(*heads).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], expected)
 
 
 def test_attention_module_itself() -> None:
