@@ -3,6 +3,7 @@
 import inspect
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -74,7 +75,13 @@ def marginal_error(coupling: Tensor, query_mask: Tensor | None = None, key_mask:
         coupling: (..., n, m).
         query_mask: broadcastable to (..., n), True = the row takes part.
         key_mask: broadcastable to (..., m), True = the column takes part.
+
+    Raises:
+        ValueError: for a mask that is not boolean; an integer mask may mean either polarity.
     """
+    for name, mask in (("query_mask", query_mask), ("key_mask", key_mask)):
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"{name} must be boolean, True = takes part, got {mask.dtype}")
     coupling = _wide(coupling)
     row_sums, sums = coupling.sum(-1), coupling.sum(-2)
     rows = torch.ones_like(row_sums, dtype=torch.bool) if query_mask is None else query_mask.expand_as(row_sums)
@@ -155,7 +162,7 @@ class _Recorder:
     def __init__(self, normalizer: Normalizer) -> None:
         self.normalizer = normalizer
         self.logs: list[list[AttentionRecord]] = []
-        self.busy = False
+        self.state = threading.local()  # one thread's call must not hide another's
         self.before = {name: normalizer.__dict__.get(name) for name in RECORDED}
         self.methods: dict[str, Callable[..., Tensor]] = {name: getattr(normalizer, name) for name in RECORDED}
         for name in RECORDED:
@@ -213,7 +220,7 @@ class _Recorder:
             )
             measured = _measure(coupling, part_bias, *part_masks)
             if record is None:
-                record = AttentionRecord(*(field.new_empty(*lead, *field.shape[len(lead) :]) for field in measured))
+                record = AttentionRecord(*(field.new_empty((*lead, *field.shape[len(lead) :])) for field in measured))
             for whole, field in zip(record, measured, strict=True):
                 whole[part] = field
         assert record is not None
@@ -232,15 +239,15 @@ class _RecordedMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         recorder, method = self.recorder, self.recorder.methods[self.name]
         # One method may call another; and backward runs a checkpointed layer a second time.
-        if recorder.busy or self.tracker.is_bw:
+        if getattr(recorder.state, "busy", False) or self.tracker.is_bw:
             return method(*args, **kwargs)
-        recorder.busy = True
+        recorder.state.busy = True
         try:
             result = method(*args, **kwargs)
             with torch.no_grad():
                 recorder.record(self.name, result, inspect.signature(method).bind(*args, **kwargs).arguments)
         finally:
-            recorder.busy = False
+            recorder.state.busy = False
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -75,6 +76,12 @@ def test_measures_without_tokens(shape: tuple[int, int]) -> None:
     assert marginal_error(empty).rows.tolist() == [1.0 if shape == (3, 0) else 0.0] * 2
     assert attention_entropy(empty).shape == (2, shape[0])
     assert column_sums(empty).shape == (2, shape[1])
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([1, 1, 0], dtype=torch.uint8), torch.ones(3)])
+def test_integer_masks_are_refused(mask: Tensor) -> None:
+    with pytest.raises(ValueError, match="key_mask must be boolean, True = takes part, got"):
+        marginal_error(torch.eye(3), key_mask=mask)
 
 
 def test_measures_sum_in_float32() -> None:
@@ -247,6 +254,43 @@ class FromScores(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         return self.normalizer.from_scores(scores)
+
+
+def test_without_leading_dimensions() -> None:
+    normalizer = get_normalizer("sinkhorn", n_iters=2)
+    query, key, value = torch.randn(5, 4), torch.randn(6, 4), torch.randn(6, 3)
+    with record_attention(nn.ModuleList([normalizer])) as log:
+        normalizer.attend(query, key, value)
+    record = log[""][0]
+    torch.testing.assert_close(record.column_sums, normalizer.coupling(query, key).sum(-2))
+    assert record.row_error.shape == record.column_error.shape == ()
+
+
+def test_calls_in_other_threads_are_recorded() -> None:
+    normalizer = get_normalizer("sinkhorn")
+    both = threading.Barrier(2, timeout=20)
+
+    class Waiting(Normalizer):
+        """Both threads are within the call at once."""
+
+        def coupling(self, *args: Tensor, **kwargs: object) -> Tensor:
+            if not self.measured:
+                both.wait()
+            return normalizer.coupling(*args, **kwargs)
+
+        @property
+        def measured(self) -> bool:
+            """Whether the recorder asks, which it does without gradients."""
+            return not torch.is_grad_enabled()
+
+    waiting = Waiting()
+    with record_attention(nn.ModuleList([waiting])) as log:
+        threads = [threading.Thread(target=waiting.attend, args=tuple(torch.randn(3, 2, 5, 4))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(log[""]) == 2
 
 
 def test_given_scores() -> None:
