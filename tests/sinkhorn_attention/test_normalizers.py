@@ -450,6 +450,19 @@ def test_gradient_option_reaches_the_map() -> None:
     ).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", list_normalizers())
+def test_meta_device(name: str) -> None:
+    """Shapes and dtypes come out where there is no data."""
+    normalizer = get_normalizer(name, head_dim=4, num_heads=2)
+    inputs = tokens()
+    mask = torch.ones(2, 1, 7, dtype=torch.bool)
+    expected = normalizer.attend(*inputs, key_mask=mask), normalizer.coupling(*inputs[:2], key_mask=mask)
+    query, key, value, mask = (tensor.to("meta") for tensor in (*inputs, mask))
+    normalizer.to("meta")
+    found = normalizer.attend(query, key, value, key_mask=mask), normalizer.coupling(query, key, key_mask=mask)
+    assert [(t.shape, t.dtype, t.is_meta) for t in found] == [(t.shape, t.dtype, True) for t in expected]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_copies(name: str) -> None:
     query, key, value = tokens(dtype=torch.float32)

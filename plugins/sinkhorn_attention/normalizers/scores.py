@@ -1,6 +1,7 @@
 """Scores and their support, in float32 at least whatever the inputs and autocast say."""
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ def full_precision_matmul(left: Tensor, right: Tensor) -> Tensor:
     if torch.jit.is_scripting():
         return left @ right
     else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
-        with torch.autocast(left.device.type, enabled=False):
+        # On the meta device, where shapes are worked out, autocast does not exist.
+        with nullcontext() if left.is_meta else torch.autocast(left.device.type, enabled=False):
             return left @ right
 
 
