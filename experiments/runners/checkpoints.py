@@ -10,9 +10,11 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..files import write_atomic
 from .recorder import Recorder
+from .stopping import StopRequest
 
 NAME = re.compile(r"step(\d+)\.ckpt")
 
@@ -59,7 +61,9 @@ def newest_valid(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 class RunCheckpoints(Checkpoint):
-    """Saves at the end of every epoch, every so many steps and at SIGTERM; keeps the two newest and the best.
+    """Saves at the end of every epoch, every so many steps and before a stop; keeps the two newest and the best.
+
+    A stop that a signal asks for while an epoch is evaluated comes after that: only then is there something to save.
 
     Args:
         folder: of the checkpoints.
@@ -74,12 +78,16 @@ class RunCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.best: dict[str, Any] | None = None
         self.position = {"epoch": 0, "batch": 0}
+        self.stop = StopRequest()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.position = state_dict["best"], state_dict["position"]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.stop.listen()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -89,8 +97,11 @@ class RunCheckpoints(Checkpoint):
         if done == trainer.num_training_batches or done % trainer.accumulate_grad_batches:
             return
         due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
-        if due or trainer.received_sigterm:
+        stopping = self.stop.agreed(trainer)
+        if due or stopping:
             self._save(trainer, trainer.current_epoch, done)
+        if stopping:
+            raise SIGTERMException
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         epoch = trainer.current_epoch + 1
@@ -101,6 +112,8 @@ class RunCheckpoints(Checkpoint):
             name = checkpoint_name(trainer.global_step)
             self.best = {"epoch": epoch, "step": trainer.global_step, "value": value, "checkpoint": name}
         self._save(trainer, epoch, 0, also=before)
+        if self.stop.agreed(trainer):
+            raise SIGTERMException
 
     def _save(self, trainer: L.Trainer, epoch: int, batch: int, also: dict[str, Any] | None = None) -> None:
         self.position = {"epoch": epoch, "batch": batch}

@@ -29,9 +29,10 @@ from .classifier import Classifier
 from .columns import ColumnSums, recorded_batch
 from .recorder import Recorder, close_loggers, make_loggers
 from .run_dir import RUN_FOLDER, RunDir
+from .stopping import TERMINATED, exit_on_signals, left_to_the_main_process, processes
 
 Config = dict[str, Any]
-TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
+INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass
@@ -54,8 +55,9 @@ def prepare(config: Config, run: RunDir) -> Plan:
         RunError: for anything in the configuration that does not work.
     """
     quieten()
-    data, module = build(config)
     split, settings = config["protocol"]["select_on"], config["trainer"]
+    started_by = processes(settings["devices"], settings["num_nodes"])
+    data, module = build(config)
     bar = settings["progress_bar"] and sys.stderr.isatty()
     recorder = Recorder(run.path, split, config["logger"]["csv"], lines=not bar)
     checkpoints = RunCheckpoints(
@@ -85,7 +87,8 @@ def prepare(config: Config, run: RunDir) -> Plan:
             gradient_clip_val=settings["gradient_clip_norm"],
             deterministic=settings["deterministic"],
             callbacks=callbacks,
-            plugins=[AtomicCheckpointIO()],
+            plugins=[AtomicCheckpointIO(), started_by],
+            sync_batchnorm=settings["devices"] * settings["num_nodes"] > 1,
             default_root_dir=run.path,
             logger=False,
             enable_progress_bar=bar,
@@ -160,9 +163,10 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
 
     Raises:
         RunError: for a full disk.
-        SystemExit: with `TERMINATED` after SIGTERM (a checkpoint has been saved), `INTERRUPTED` after Ctrl-C.
+        SystemExit: with `TERMINATED` after SIGTERM or SIGUSR2 (a checkpoint has been saved), `INTERRUPTED` after
+            Ctrl-C; of further processes with 0, since the first one tells.
     """
-    with explain_full_disk(f"{run.path} stands at its last checkpoint"), _signals(), _own_environment(run):
+    with explain_full_disk(f"{run.path} stands at its last checkpoint"), exit_on_signals(), _own_environment(run):
         first = plan.trainer.is_global_zero
         loader = plan.data.train_loader(plan.config["seed"], plan.trainer.global_rank, plan.trainer.world_size)
         start = newest_valid(run.checkpoints)
@@ -192,10 +196,15 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
 def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
     trainer = plan.trainer
     evaluated = plan.data.eval_loader(plan.config["protocol"]["select_on"], trainer.global_rank, trainer.world_size)
+    for loading in (loader, evaluated):
+        loading.worker_init_fn = left_to_the_main_process
     try:
         trainer.fit(plan.module, loader, evaluated, ckpt_path=checkpoint, weights_only=True)
     except SIGTERMException:
-        print(f"stopped by SIGTERM at step {trainer.global_step}; the same command goes on from there", file=sys.stderr)
+        if not trainer.is_global_zero:
+            raise SystemExit(0) from None
+        step = trainer.global_step
+        print(f"stopped by a signal at step {step}; the same command goes on from there", file=sys.stderr)
         raise SystemExit(TERMINATED) from None
     except SystemExit:
         if trainer.interrupted:
@@ -267,11 +276,11 @@ def count_parameters(module: torch.nn.Module) -> int:
 
 
 def device_names(trainer: L.Trainer) -> list[str]:
-    """Names of the devices of this machine that a trainer works on."""
+    """Names of the devices that a trainer works on; other machines are taken to be like this one."""
     device = trainer.strategy.root_device
     if device.type == "cuda":
-        return [torch.cuda.get_device_name(index) for index in range(trainer.num_devices)]
-    return [device.type] * trainer.num_devices
+        return [torch.cuda.get_device_name(index) for index in range(trainer.num_devices)] * trainer.num_nodes
+    return [device.type] * trainer.num_devices * trainer.num_nodes
 
 
 def quieten() -> None:
@@ -303,22 +312,3 @@ def _own_environment(run: RunDir) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """SIGTERM outside of Lightning's loops ends the process in order too; inside, Lightning takes note of it."""
-
-    def stop(signum: int, frame: object) -> None:
-        if signal.getsignal(signal.SIGTERM) is stop:
-            raise SystemExit(TERMINATED)
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread, which alone may do this
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
