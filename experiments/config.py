@@ -49,6 +49,8 @@ class ProtocolConfig:
     select_on: str = "val"
     metric: str = "accuracy"
     test: bool = True
+    mean_over: str = "samples"
+    initial: bool = False
 
 
 @dataclass
@@ -263,6 +265,7 @@ def _check(config: dict[str, Any]) -> None:
             raise RunError("init_from is for engine=fairseq")
         if missing := [key for key in ("overrides", "rate", "seed") if key not in config["init_from"]]:
             raise RunError(f"init_from.{missing[0]} is missing; configs/train.yaml says what it is")
+    _choice("protocol.mean_over", protocol["mean_over"], ["samples", "batches"])
     _choice("wandb.mode", config["wandb"]["mode"], ["offline", "online"])
     for key, least in (("max_epochs", 1), ("devices", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
         _at_least(f"trainer.{key}", trainer[key], least)

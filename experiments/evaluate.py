@@ -58,7 +58,7 @@ class LoadedRun:
 
     def metrics(self, split: str = "test") -> dict[str, float]:
         """Loss and accuracy on a split, computed anew."""
-        return lightning.evaluate(self.config, self.module, self.data, split)
+        return lightning.evaluate(self.config, self.module, self.data, split, self.result[self.at]["epoch"])
 
     def recorded(self, split: str = "test") -> dict[str, float] | None:
         """The same as result.json has them, None where the run did not evaluate that split."""
@@ -67,6 +67,7 @@ class LoadedRun:
     def predictions(self, split: str = "test") -> Predictions:
         """What the model says of every sample of a split."""
         trainer = lightning.evaluator(self.config)
+        self.data.evaluation_epoch = self.result[self.at]["epoch"] - 1
         batches = trainer.predict(self.module, self.data.eval_loader(split))
         assert batches is not None
         logits = torch.cat([batch[0].cpu() for batch in batches])

@@ -103,6 +103,8 @@ class DataModule(ABC):
 
     name: str
     num_classes: int
+    #: The epoch, from 0, that an evaluation apart from training is of, where evaluation draws random numbers.
+    evaluation_epoch: int = 0
 
     def __init__(
         self,

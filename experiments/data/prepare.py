@@ -18,7 +18,7 @@ from torchvision.datasets.utils import download_url
 
 from ..errors import RunError
 from ..files import explain_full_disk, write_atomic
-from . import furniture, home_assistant, imdb, iwslt14, mnist, mnist5k, modelnet40, movie_sentences
+from . import cats_dogs, furniture, home_assistant, imdb, iwslt14, mnist, mnist5k, modelnet40, movie_sentences
 from .text import TextReport
 
 MNIST_NOTICE = "mnist: LeCun, Cortes, Burges, The MNIST database of handwritten digits; its own terms apply"
@@ -58,6 +58,18 @@ def prepare_mnist(folder: Path, archive: Path | None) -> str:
                 f"{raw}: the {part} part has {found} digits instead of {count}: remove its files, fetch again"
             )
     return f"{MNIST_NOTICE}\n{sum(COUNTS.values())} digits in {raw}"
+
+
+def prepare_cats_dogs(folder: Path, archive: Path | None, jobs: int | None = None) -> str:
+    """Checks and packs the photographs of Dogs vs Cats, from Kaggle's or Microsoft's archive or a folder.
+
+    Args:
+        folder: the folder of all data.
+        archive: the archive or folder; None takes what lies in `folder`/cats_dogs.
+        jobs: processes, None for one per core.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"{cats_dogs.NOTICE}\n{cats_dogs.prepare(folder, archive, jobs=jobs)}"
 
 
 def prepare_furniture(folder: Path, archive: Path | None, jobs: int | None = None) -> str:
@@ -158,6 +170,7 @@ def _read(source: Path, name: str) -> bytes:
 
 
 DATA_SETS: dict[str, Callable[..., str]] = {
+    "cats_dogs": prepare_cats_dogs,
     "furniture": prepare_furniture,
     "ha_de_en": _text(home_assistant.prepare),
     "imdb": _text(imdb.prepare),
@@ -168,7 +181,7 @@ DATA_SETS: dict[str, Callable[..., str]] = {
     "movie_sentences": _text(movie_sentences.prepare),
 }
 #: The data sets that an option is for.
-OPTIONS = {"jobs": ("furniture", "modelnet40", "iwslt14", "ha_de_en"), "partial": ("modelnet40", "imdb")}
+OPTIONS = {"jobs": ("cats_dogs", "furniture", "modelnet40", "iwslt14", "ha_de_en"), "partial": ("modelnet40", "imdb")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

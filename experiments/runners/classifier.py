@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from ..data.base import Batch
@@ -20,19 +20,32 @@ SchedulerFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 class RunningMetrics(nn.Module):
-    """Mean loss and accuracy of the samples seen so far, over all devices; a checkpoint holds the sums."""
+    """Mean loss and accuracy of the samples seen so far, over all devices; a checkpoint holds the sums.
 
-    def __init__(self, num_classes: int) -> None:
+    Args:
+        num_classes: number of logits.
+        mean_over: "samples", or "batches": the mean of the batches' means, in which a smaller last batch counts as
+            much as the others.
+    """
+
+    def __init__(self, num_classes: int, mean_over: str = "samples") -> None:
         super().__init__()
+        self.by_batch = mean_over == "batches"
         self.loss = MeanMetric()
-        self.accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        self.accuracy: Metric = (
+            MeanMetric() if self.by_batch else MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+        )
         for metric in (self.loss, self.accuracy):
             metric.persistent(True)
 
     def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         """Adds a batch: logits (B, C), labels (B,), losses (B,)."""
-        self.loss.update(losses)
-        self.accuracy.update(logits, labels)
+        if self.by_batch:
+            self.loss.update(losses.mean())
+            self.accuracy.update((logits.argmax(-1) == labels).float().mean())
+        else:
+            self.loss.update(losses)
+            self.accuracy.update(logits, labels)
 
     def values(self) -> dict[str, float]:
         """The metrics so far, as the shortest decimals that name their float32."""
@@ -62,6 +75,7 @@ class Classifier(L.LightningModule):
         seed: the run's seed; dropout follows from it, the step and the rank.
         optimizer: makes the optimizer from the parameters.
         scheduler: makes the schedule from the optimizer, stepped after each epoch; None keeps the rate.
+        mean_over: of the metrics: see `RunningMetrics`.
     """
 
     def __init__(
@@ -71,12 +85,13 @@ class Classifier(L.LightningModule):
         seed: int,
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None,
+        mean_over: str = "samples",
     ) -> None:
         super().__init__()
         self.model = model
         self.seed = seed
-        self.training_metrics = RunningMetrics(num_classes)
-        self.evaluation_metrics = RunningMetrics(num_classes)
+        self.training_metrics = RunningMetrics(num_classes, mean_over)
+        self.evaluation_metrics = RunningMetrics(num_classes, mean_over)
         self.last_rate = float("nan")
         self._optimizer, self._scheduler = optimizer, scheduler
 

@@ -127,7 +127,8 @@ def build(config: Config) -> tuple[DataModule, Classifier]:
             scheduler(trial)
     with explained("model", config["model"]):
         _try_out(model, data)
-    return data, Classifier(model, data.num_classes, config["seed"], optimizer, scheduler)
+    mean_over = config["protocol"].get("mean_over", "samples")  # which older runs do not name
+    return data, Classifier(model, data.num_classes, config["seed"], optimizer, scheduler, mean_over)
 
 
 def _try_out(model: torch.nn.Module, data: DataModule) -> None:
@@ -227,7 +228,7 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
             if not recorder.metrics(place["epoch"], "test"):
                 weights = read_checkpoint(run.checkpoints / place["checkpoint"])["state_dict"]
                 plan.module.load_state_dict(weights)
-                metrics = evaluate(config, plan.module, plan.data, "test")
+                metrics = evaluate(config, plan.module, plan.data, "test", place["epoch"])
                 row = {"epoch": place["epoch"], "step": place["step"], "split": "test", **metrics}
                 recorder.add(row, plan.trainer.loggers)
             place["test"] = recorder.metrics(place["epoch"], "test")
@@ -249,8 +250,9 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
     }
 
 
-def evaluate(config: Config, module: Classifier, data: DataModule, split: str) -> dict[str, float]:
-    """Metrics of a module on a split, on one device, every sample once."""
+def evaluate(config: Config, module: Classifier, data: DataModule, split: str, epoch: int) -> dict[str, float]:
+    """Metrics of a module on a split, on one device, every sample once, as after so many epochs."""
+    data.evaluation_epoch = max(epoch - 1, 0)
     evaluator(config).test(module, data.eval_loader(split), verbose=False)
     return module.evaluation_metrics.take()
 

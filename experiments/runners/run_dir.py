@@ -55,6 +55,7 @@ NOT_IDENTITY = (
     "paths",
     "report",
     "wandb",
+    "data.cache",
     "data.folder",
     "data.num_workers",
     "trainer.accelerator",
@@ -66,7 +67,7 @@ NOT_IDENTITY = (
     "trainer.threads",
 )
 # What says nothing where it is as usual: a run has the same identity as one whose configuration lacks the key.
-USUAL = {"engine": "lightning", "init_from": None}
+USUAL = {"engine": "lightning", "init_from": None, "protocol.mean_over": "samples", "protocol.initial": False}
 # Environment variable by which the first process of a run tells the run's folder to those that it starts.
 RUN_FOLDER = "SINKFORMER_RUN_FOLDER"
 PACKAGES = (
@@ -86,15 +87,21 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved configuration that can change the numbers."""
     kept: dict[str, Any] = json.loads(json.dumps(config))
     for key in NOT_IDENTITY:
-        *groups, last = key.split(".")
-        place = kept
-        for group in groups:
-            place = place.get(group, {})
+        place, last = _place(kept, key)
         place.pop(last, None)
     for key, usual in USUAL.items():
-        if kept.get(key, usual) == usual:
-            kept.pop(key, None)
+        place, last = _place(kept, key)
+        if place.get(last, usual) == usual:
+            place.pop(last, None)
     return _plain_numbers(kept)
+
+
+def _place(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The section that a dotted key is in, and its name there."""
+    *groups, last = key.split(".")
+    for group in groups:
+        config = config.get(group, {})
+    return config, last
 
 
 def run_hash(config: Mapping[str, Any]) -> str:

@@ -1,0 +1,339 @@
+"""Kaggle's Dogs vs Cats: 25,000 photographs, as the archive of the competition or Microsoft's PetImages has them.
+
+Prepared are, in `cats_dogs/` of the folder of all data: `photos-<hash>.bin`, all files that can be decoded, byte for
+byte; `index.json`, their names, labels and places, and the files that were left out, each with its reason;
+`errors.tsv`, these once more, to read. The source is only read.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+from filelock import FileLock
+from joblib import Parallel, cpu_count, delayed
+from rich.console import Console
+from rich.progress import track
+
+from ..errors import RunError
+from ..files import write_atomic, write_json
+from .archives import read_members
+from .base import SPLITS, DataModule, data_folder, hash_arrays, stratified_split
+from .fractions import nested_order, subset_size
+from .photos import PhotoBatches, PhotoError, PhotoStore, check_cache, decode, no_photos
+
+#: Changes whenever the prepared files of the same source would.
+FORMAT = 1
+CLASSES = ("cat", "dog")
+FRACTIONS = (0.01, 0.1, 0.25, 1.0)
+NOTICE = (
+    "cats_dogs: Dogs vs Cats (Kaggle, 2013), a part of Asirra (Elson, Douceur, Howell, Saul, CCS 2007); "
+    "the competition's rules apply"
+)
+EXPECTED = "train/cat.0.jpg, train/dog.0.jpg, ... (Kaggle) or PetImages/Cat/0.jpg, PetImages/Dog/0.jpg, ... (Microsoft)"
+#: What the user may have put into `cats_dogs/`, in this order.
+SOURCES = ("dogs-vs-cats.zip", "train.zip", "train", "PetImages")
+#: Archives within the archive that are read, and folders whose files have no labels.
+NESTED, UNLABELLED = ("train.zip",), ("test", "test1", "__MACOSX")
+#: What the archives hold beside photographs: further archives, tables, read-me files.
+BESIDE = (".zip", ".csv", ".txt", ".docx")
+
+
+@dataclass
+class Report:
+    """What became of the files of a source."""
+
+    path: str
+    content_hash: str
+    counts: dict[str, int]
+    errors: dict[str, str] = field(default_factory=dict)
+    """Files that are no photograph, or not one that can be decoded, and why. They are in no split."""
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count:,} {name}s" for name, count in self.counts.items())
+        total = sum(self.counts.values())
+        lines = [f"{total:,} photographs in {self.path} ({counts}); content {self.content_hash[:16]}"]
+        if self.errors:
+            lines.append(f"{len(self.errors)} files left out:")
+            lines += [f"  {name}: {reason}" for name, reason in self.errors.items()]
+        return "\n".join(lines)
+
+
+class _Entry(NamedTuple):
+    label: int
+    offset: int
+    length: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """index.json: the photographs, sorted by name, and where they lie."""
+
+    content_hash: str
+    file: str
+    names: list[str]
+    labels: list[int]
+    offsets: list[int]
+    lengths: list[int]
+    errors: dict[str, str]
+    format: int = FORMAT
+
+
+def prepare(folder: Path, archive: Path | None = None, *, jobs: int | None = None, quiet: bool = False) -> Report:
+    """Checks every photograph of a source and packs those that can be decoded.
+
+    Args:
+        folder: the folder of all data.
+        archive: Kaggle's dogs-vs-cats.zip or train.zip, Microsoft's zip, or a folder with either's content; None takes
+            what has been prepared, or what lies in `folder`/cats_dogs under one of the names `SOURCES`.
+        jobs: processes that decode, None for one per core.
+        quiet: shows no progress.
+
+    Raises:
+        RunError: for a source that is not there, is damaged as a whole, or holds no photograph of a class.
+    """
+    root = folder / "cats_dogs"
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / ".lock"):
+        index = read_index(root)
+        if archive is None and index is not None:
+            return _report(root, index)
+        source = archive or next((root / name for name in SOURCES if (root / name).exists()), None)
+        if source is None:
+            raise RunError(
+                "Dogs vs Cats needs an account of yours: get dogs-vs-cats.zip from "
+                "https://www.kaggle.com/c/dogs-vs-cats, or Microsoft's copy, and give it, or a folder with its "
+                f"content, as --archive, or put it into {root}"
+            )
+        return _report(root, _pack(root, source, jobs or cpu_count(), quiet))
+
+
+def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
+    errors: dict[str, str] = {}
+    entries: dict[str, _Entry] = {}
+    temporary = root / ".photos.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            work = Parallel(n_jobs=jobs, return_as="generator")(
+                delayed(_examine)(name, content) for name, content in _members(root, source)
+            )
+            console = Console(stderr=True, quiet=quiet)
+            for name, content, reason in track(work, "decoding photographs", console=console, transient=True):
+                digest, label = hashlib.sha256(content).hexdigest(), label_of(PurePosixPath(name))
+                if reason is not None or label is None:
+                    errors[name] = reason or "neither a cat nor a dog by its name or folder"
+                    continue
+                short = short_name(PurePosixPath(name))
+                if short in entries:
+                    if entries[short].digest != digest:
+                        errors[name] = f"another photograph has the name {short}"
+                    continue
+                entries[short] = _Entry(label, file.tell(), len(content), digest)
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if {entry.label for entry in entries.values()} != {0, 1}:
+            raise no_photos(source, EXPECTED)
+        names = sorted(entries)
+        ordered = [entries[name] for name in names]
+        summary = "".join(f"{name}\t{entries[name].label}\t{entries[name].digest}\n" for name in names)
+        content_hash = hashlib.sha256(summary.encode()).hexdigest()
+        file_name = f"photos-{content_hash[:16]}.bin"
+        os.replace(temporary, root / file_name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    index = Index(
+        content_hash,
+        file_name,
+        names,
+        labels=[entry.label for entry in ordered],
+        offsets=[entry.offset for entry in ordered],
+        lengths=[entry.length for entry in ordered],
+        errors=dict(sorted(errors.items())),
+    )
+    write_atomic(root / "errors.tsv", "".join(f"{name}\t{reason}\n" for name, reason in index.errors.items()))
+    write_json(root / "index.json", asdict(index))
+    for path in [*root.glob("photos-*.bin"), *root.glob("pixels-*.npy")]:
+        if content_hash[:16] not in path.name:
+            path.unlink()
+    return index
+
+
+def _members(root: Path, source: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of a source's files, those of an archive within it too, but for the unlabelled ones."""
+
+    def wanted(path: PurePosixPath) -> bool:
+        return not set(path.parts[:-1]) & set(UNLABELLED) and path.suffix.lower() not in BESIDE
+
+    def nested(path: PurePosixPath) -> bool:
+        return path.name in NESTED
+
+    yield from read_members(source, wanted)
+    for name, content in read_members(source, nested):
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            inner = Path(folder) / PurePosixPath(name).name
+            inner.write_bytes(content)
+            del content
+            yield from read_members(inner, wanted)
+
+
+def _examine(name: str, content: bytes) -> tuple[str, bytes, str | None]:
+    try:
+        decode(content)
+    except PhotoError as error:
+        return name, content, str(error)
+    return name, content, None
+
+
+def label_of(path: PurePosixPath) -> int | None:
+    """0 for a cat, 1 for a dog: by its folder (Cat, Dog), or by the first word of its name (cat.0.jpg); else None."""
+    folder, word = path.parent.name.lower().removesuffix("s"), path.name.split(".")[0].lower()
+    for name in (folder, word):
+        if name in CLASSES:
+            return CLASSES.index(name)
+    return None
+
+
+def short_name(path: PurePosixPath) -> str:
+    """The name by which splits know a photograph, whatever folders the source puts around it: cat.0.jpg, Cat/0.jpg."""
+    in_class_folder = path.parent.name.lower().removesuffix("s") in CLASSES
+    return f"{path.parent.name}/{path.name}" if in_class_folder else path.name
+
+
+def read_index(root: Path) -> Index | None:
+    """The index of what is prepared in a folder; None where nothing is, or not wholly, or by an earlier version."""
+    try:
+        stored = json.loads((root / "index.json").read_text(encoding="utf-8"))
+        index = Index(**stored)
+        size = (root / index.file).stat().st_size
+    except (OSError, ValueError, TypeError):
+        return None
+    return index if index.format == FORMAT and size == sum(index.lengths) else None
+
+
+def _report(root: Path, index: Index) -> Report:
+    counts = {name: index.labels.count(label) for label, name in enumerate(CLASSES)}
+    return Report(str(root / index.file), index.content_hash, counts, index.errors)
+
+
+class CatsDogs(DataModule):
+    """Cats (0) and dogs (1) in stratified splits; `python -m experiments.data.prepare cats_dogs --archive ...` first.
+
+    The names in each split, and in the fractions 1 %, 10 %, 25 % and 100 %, are written beside the photographs, in
+    `splits-...`, for use elsewhere.
+
+    Args:
+        folder: the folder of all data.
+        img_size: height and width that photographs are squeezed to.
+        test_size: photographs to test on.
+        val_size: photographs to validate on.
+        fraction: of all others and those to validate on, to train on; smaller fractions lie within larger ones; 1 is
+            all that validation leaves.
+        split_seed: of all these choices; not the run's seed.
+        crop_scale: augmentation: share of the area of random crops, least and most; null for neither crops nor flips.
+        eval_crops: whether evaluation crops and flips at random too, anew each epoch.
+        mean: of each channel, subtracted from pixels scaled to 0..1.
+        std: of each channel, divided by.
+        cache: "arrays", "none" or "auto": see `PhotoStore.pixels`; changes nothing but speed.
+        batch_size: see `DataModule`.
+        eval_batch_size: see `DataModule`.
+        num_workers: see `DataModule`.
+        train_on: see `DataModule`.
+
+    Raises:
+        FileNotFoundError: where nothing is prepared.
+        ValueError: for a setting that makes no sense.
+    """
+
+    name = "cats_dogs"
+    num_classes = 2
+
+    def __init__(
+        self,
+        folder: str,
+        img_size: int,
+        test_size: int,
+        val_size: int,
+        fraction: float,
+        split_seed: int,
+        crop_scale: Sequence[float] | None,
+        eval_crops: bool,
+        mean: Sequence[float],
+        std: Sequence[float],
+        cache: str,
+        batch_size: int,
+        eval_batch_size: int,
+        num_workers: int,
+        train_on: Sequence[str],
+    ) -> None:
+        super().__init__(batch_size, eval_batch_size, num_workers, train_on)
+        check_cache(cache)
+        if img_size < 1:
+            raise ValueError(f"data.img_size must be at least 1; got {img_size}")
+        if crop_scale is not None and not (len(crop_scale) == 2 and 0 < crop_scale[0] <= crop_scale[1] <= 1):
+            raise ValueError(f"data.crop_scale must be two shares, least and most, or null; got {crop_scale}")
+        if eval_crops and crop_scale is None:
+            raise ValueError("data.eval_crops=true needs data.crop_scale")
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise ValueError(f"data.mean and data.std need three entries, std positive ones; got {mean} and {std}")
+        self.root = data_folder(folder) / "cats_dogs"
+        index = read_index(self.root)
+        if index is None:
+            raise FileNotFoundError(
+                f"data=cats_dogs: {self.root} holds no prepared photographs: run "
+                "`python -m experiments.data.prepare cats_dogs --archive FILE`, or take experiment=cats_dogs_standin, "
+                "which needs no download"
+            )
+        self.index, self.fraction = index, fraction
+        self.img_size, self.cache = img_size, cache
+        self.crop_scale, self.eval_crops, self.mean, self.std = crop_scale, eval_crops, mean, std
+        labels = np.asarray(index.labels)
+        parts = stratified_split(labels, {"test": test_size, "val": val_size}, split_seed)
+        order = parts["train"][nested_order(labels[parts["train"]], split_seed)]
+        total = len(order) + val_size
+        shares = {*(share for share in FRACTIONS if round(share * total)), fraction}
+        sizes = {share: min(subset_size(share, total), len(order)) for share in shares}
+        self._write_splits(f"seed{split_seed}-test{test_size}-val{val_size}", parts, order, sizes)
+        self.rows = {**parts, "train": np.sort(order[: sizes[fraction]])}
+        self.labels = labels
+
+    def _write_splits(self, key: str, parts: dict[str, np.ndarray], order: np.ndarray, sizes: dict[float, int]) -> None:
+        folder = self.root / f"splits-{self.index.content_hash[:8]}-{key}"
+        folder.mkdir(exist_ok=True)
+        lists = {"test": parts["test"], "val": parts["val"]}
+        lists |= {f"train_{share:g}": order[:size] for share, size in sizes.items()}
+        for name, rows in lists.items():
+            path = folder / f"{name}.txt"
+            if not path.is_file():
+                write_atomic(path, "".join(f"{self.index.names[row]}\n" for row in rows))
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return {split: len(self.rows[split]) for split in SPLITS}
+
+    @cached_property
+    def split_hash(self) -> str:
+        """Hash of the photographs and of which of them lie in which split."""
+        names = {split: np.asarray([self.index.names[row] for row in self.rows[split]]) for split in SPLITS}
+        return hash_arrays({**names, "content": np.array(self.index.content_hash)})
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "fraction": self.fraction, "files_left_out": sorted(self.index.errors)}
+
+    def dataset(self, splits: Sequence[str], augment: bool = False) -> PhotoBatches:
+        index = self.index
+        store = PhotoStore(
+            self.root / index.file, index.content_hash, np.asarray(index.offsets), np.asarray(index.lengths)
+        )
+        rows = np.concatenate([self.rows[split] for split in splits])
+        crops = self.crop_scale if augment or self.eval_crops else None
+        offset = 0 if augment else self.evaluation_epoch
+        pixels = store.pixels(self.img_size, self.cache)
+        return PhotoBatches(pixels, rows, self.labels[rows], self.mean, self.std, crops, offset)

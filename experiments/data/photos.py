@@ -1,0 +1,218 @@
+"""Photographs of a source in one file, and batches of them: decoded once or each time, cropped by the sample's key.
+
+A photograph is resized to a square first, as the published code does, whatever its shape; training crops are drawn from
+that square. So its pixels can be kept: 25,000 of 224 by 224 take 3.8 GB, which are mapped from the disk, not loaded.
+"""
+
+import io
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock
+from PIL import Image, UnidentifiedImageError
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.v2 import functional as transforms
+
+from ..errors import RunError
+from ..files import sync_folder
+from ..seeding import stream_seed
+from .base import Batch, SampleKey
+
+CACHES = ("auto", "arrays", "none")
+
+
+class PhotoError(ValueError):
+    """What is wrong with a file that should be a photograph."""
+
+
+def decode(content: bytes) -> Image.Image:
+    """The whole image in RGB, whatever its name says; the orientation that Exif may give is not applied.
+
+    Bytes after the end of the image are no fault, nor is a JPEG without a JFIF header.
+
+    Raises:
+        PhotoError: for what is empty, no image, or cut off.
+    """
+    if not content:
+        raise PhotoError("empty")
+    with warnings.catch_warnings():
+        # Damaged Exif data and the like, of which the pixels know nothing.
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(content)) as image:
+                return image.convert("RGB")
+        except UnidentifiedImageError as error:
+            raise PhotoError("no image, or cut off within its header") from error
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise PhotoError(f"too large to be a photograph: {error}") from error
+        except Exception as error:  # whatever Pillow's decoders raise on damaged bytes
+            raise PhotoError(f"cannot be decoded: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+def resized(image: Image.Image, size: int) -> np.ndarray:
+    """The image squeezed to (size, size, 3) bytes, bilinear and antialiased, as torchvision's Resize((size, size))."""
+    return np.array(transforms.resize(image, [size, size]))
+
+
+@dataclass(frozen=True)
+class PhotoStore:
+    """Encoded photographs one after the other in a file.
+
+    Attributes:
+        path: of the file.
+        content_hash: of all of them.
+        offsets: (n,), where each begins.
+        lengths: (n,), in bytes.
+    """
+
+    path: Path
+    content_hash: str
+    offsets: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def image(self, index: int) -> Image.Image:
+        """One photograph, decoded."""
+        with open(self.path, "rb") as file:
+            file.seek(int(self.offsets[index]))
+            return decode(file.read(int(self.lengths[index])))
+
+    def pixels(self, size: int, cache: str, quiet: bool = False) -> "Pixels":
+        """All of them at (size, size, 3), kept as an array beside the file or decoded each time.
+
+        Args:
+            size: height and width.
+            cache: "arrays" keeps them, "none" decodes each time, "auto" keeps them where they fit into half of the
+                machine's memory and into what the disk has left. The pixels are the same.
+            quiet: shows no progress.
+        """
+        target = self.path.with_name(f"pixels-{size}-{self.content_hash[:16]}.npy")
+        if cache == "none" or (cache == "auto" and not target.is_file() and not self._fits(size)):
+            return Pixels(self, size, None)
+        with FileLock(target.with_name(f".{target.name}.lock")):
+            if not self._whole(target, size):
+                self._fill(target, size, quiet)
+        return Pixels(self, size, target)
+
+    def _fits(self, size: int) -> bool:
+        needed = len(self) * size * size * 3
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return needed <= memory / 2 and needed <= shutil.disk_usage(self.path.parent).free / 2
+
+    def _whole(self, target: Path, size: int) -> bool:
+        with suppress(OSError, ValueError, EOFError):
+            return np.load(target, mmap_mode="r").shape == (len(self), size, size, 3)
+        return False
+
+    def _fill(self, target: Path, size: int, quiet: bool) -> None:
+        temporary = target.with_name(f".{target.name}.tmp")
+        shape = (len(self), size, size, 3)
+        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
+        console = Console(stderr=True, quiet=quiet)
+        rows: Iterable[int] = range(len(self))
+        for row in track(rows, f"decoding {len(self):,} photographs", len(self), console=console, transient=True):
+            array[row] = resized(self.image(row), size)
+        array.flush()
+        os.replace(temporary, target)
+        sync_folder(target.parent)
+
+
+@dataclass
+class Pixels:
+    """Photographs by index as (size, size, 3) bytes."""
+
+    store: PhotoStore
+    size: int
+    file: Path | None
+
+    def __post_init__(self) -> None:
+        self._array: np.ndarray | None = None
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if self.file is None:
+            return resized(self.store.image(index), self.size)
+        if self._array is None:
+            # Mapped by each process for itself, so that the dataset travels to workers without its pixels.
+            self._array = np.load(self.file, mmap_mode="r")
+        return np.array(self._array[index])
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_array": None}
+
+
+class PhotoBatches(Dataset[Batch]):
+    """Photographs as normalised float batches (B, 3, size, size) with labels (B,).
+
+    Args:
+        pixels: of all photographs.
+        rows: (n,), which of them are the samples.
+        labels: (n,), integer classes.
+        mean: of each channel, subtracted from pixels scaled to 0..1.
+        std: of each channel, divided by.
+        crop_scale: share of the square's area that a random crop has, least and most; None for no crops and flips.
+        epoch_offset: added to the epoch of every key.
+    """
+
+    def __init__(
+        self,
+        pixels: Pixels,
+        rows: np.ndarray,
+        labels: np.ndarray,
+        mean: Sequence[float],
+        std: Sequence[float],
+        crop_scale: Sequence[float] | None = None,
+        epoch_offset: int = 0,
+    ) -> None:
+        self.pixels, self.rows, self.labels = pixels, rows, torch.from_numpy(labels.astype(np.int64))
+        self.mean, self.std = list(mean), list(std)
+        self.crop_scale, self.epoch_offset = crop_scale, epoch_offset
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, keys: Sequence[SampleKey]) -> Batch:
+        images = torch.stack([self._image(key) for key in keys]).float().div(255)
+        labels = self.labels[torch.tensor([key.sample for key in keys], dtype=torch.int64)]
+        return transforms.normalize(images, self.mean, self.std), labels
+
+    def _image(self, key: SampleKey) -> Tensor:
+        pixels = self.pixels[int(self.rows[key.sample])]
+        if self.crop_scale is not None:
+            pixels = self._cropped(Image.fromarray(pixels), key)
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+    def _cropped(self, image: Image.Image, key: SampleKey) -> np.ndarray:
+        size = self.pixels.size
+        # torchvision draws from torch's own CPU generator, which is given back as it was.
+        with torch.random.fork_rng(devices=[]):
+            seed = stream_seed("augment", key.seed, key.epoch + self.epoch_offset, key.sample)
+            torch.default_generator.manual_seed(seed)
+            box = RandomResizedCrop.get_params(image, list(self.crop_scale or ()), [3 / 4, 4 / 3])
+            flip = bool(torch.rand(1) < 0.5)
+        image = transforms.resized_crop(image, *box, [size, size])
+        return np.array(transforms.horizontal_flip(image) if flip else image)
+
+
+def check_cache(cache: str) -> None:
+    """Raises ValueError for a cache that is none of `CACHES`."""
+    if cache not in CACHES:
+        raise ValueError(f"data.cache must be one of {', '.join(CACHES)}; got {cache!r}")
+
+
+def no_photos(source: Path, expected: str) -> RunError:
+    """The error for a source without a photograph."""
+    return RunError(f"{source} holds no photograph that can be read; expected are {expected}")
