@@ -91,7 +91,7 @@ def expand(overrides: Sequence[str], loader: ConfigLoaderImpl) -> list[list[str]
 
 @contextmanager
 def _interpolations_parsed_once() -> Iterator[None]:
-    """Keeps the syntax tree of each interpolation: OmegaConf parses anew at each reading, two thirds of a plan's time."""
+    """Keeps the syntax trees of interpolations: OmegaConf parses at each reading, two thirds of the time of a plan."""
     parse = omegaconf.base.parse
     omegaconf.base.parse = functools.cache(parse)
     try:

@@ -1,0 +1,203 @@
+"""What SLURM knows of jobs: its queue (`squeue`) and, where the cluster keeps accounts, its records (`sacct`).
+
+Array tasks are jobs of their own here, named as SLURM names them: `123_4`. Nothing goes through a shell.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from experiments.errors import RunError
+
+# States in which SLURM still has something to do for a job; all others are ends.
+ALIVE = frozenset(
+    {
+        "PENDING",
+        "CONFIGURING",
+        "RUNNING",
+        "SUSPENDED",
+        "STOPPED",
+        "SIGNALING",
+        "STAGE_OUT",
+        "COMPLETING",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "SPECIAL_EXIT",
+        "RESIZING",
+        "RESV_DEL_HOLD",
+    }
+)
+WAITING = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+)
+_CHANGES_THE_FORM = re.compile(r"(SQUEUE|SACCT|SCANCEL)_|SLURM_TIME_FORMAT")
+TIMEOUT_S = 30.0
+# Job ids in one command: a command line has a longest length.
+AT_ONCE = 500
+# Widths are generous, since squeue cuts off what is longer.
+_SQUEUE_FIELDS = ("JobArrayID:24|", "ArrayTaskID:200|", "State:24|", "RestartCnt:12|", "NodeList:100|", "Reason:200|")
+_SACCT_FIELDS = ("JobID", "State", "NodeList", "ExitCode")
+
+
+class SlurmError(RunError):
+    """SLURM is not there, or does not answer, or refuses."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, or one task of an array.
+
+    Attributes:
+        id: `123`, or `123_4` for a task.
+        state: SLURM's long name of it, such as PENDING.
+        restarts: how often it has been requeued, as far as the queue still knows.
+        nodes: where it runs or ran.
+        reason: why it waits, in SLURM's word, or why it ended.
+    """
+
+    id: str
+    state: str
+    restarts: int = 0
+    nodes: str = ""
+    reason: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is queued or runs."""
+        return self.state in ALIVE
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is queued and does not run."""
+        return self.state in WAITING
+
+
+def read_queue(users: Collection[str] = ()) -> dict[str, Job]:
+    """The jobs of the queue by id, with those that ended in the last minutes, which `squeue` still lists.
+
+    Args:
+        users: whose jobs; one's own where none is given.
+
+    Raises:
+        SlurmError: where there is no SLURM, or it does not answer.
+    """
+    whose = f"--user={','.join(sorted(users))}" if users else "--me"
+    words = ["squeue", "--noheader", "--array", "--states=all", whose, f"--Format={','.join(_SQUEUE_FIELDS)}"]
+    jobs = {}
+    for line in run(words).splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) < len(_SQUEUE_FIELDS):
+            continue
+        base, tasks, state, restarts, nodes, reason = cells[: len(_SQUEUE_FIELDS)]
+        for identifier in expand(f"{base}_{tasks}" if tasks not in ("", "N/A") else base):
+            count = int(restarts) if restarts.isdigit() else 0
+            jobs[identifier] = Job(identifier, state, count, nodes, "" if reason == "None" else reason)
+    return jobs
+
+
+def read_accounts(job_ids: Collection[str]) -> dict[str, Job]:
+    """The last state of jobs by the accounts; nothing where the cluster keeps none.
+
+    Raises:
+        SlurmError: where the accounts do not answer in time.
+    """
+    if shutil.which("sacct") is None:
+        return {}
+    jobs: dict[str, Job] = {}
+    ids = sorted(set(job_ids))
+    for start in range(0, len(ids), AT_ONCE):
+        which = f"--jobs={','.join(ids[start : start + AT_ONCE])}"
+        form = f"--format={','.join(_SACCT_FIELDS)}"
+        try:
+            text = run(["sacct", "--noheader", "--parsable2", "--allocations", "--array", which, form])
+        except SlurmTimeoutError:
+            raise
+        except SlurmError:  # "Slurm accounting storage is disabled", in as many wordings as there are versions
+            return {}
+        for line in text.splitlines():
+            identifier, state, nodes, code = line.split("|")[: len(_SACCT_FIELDS)]
+            state, _, by = state.partition(" ")  # "CANCELLED by 1000"
+            for one in expand(identifier):
+                jobs[one] = Job(one, state, nodes=nodes, reason=f"{by} exit code {code}".strip())
+    return jobs
+
+
+def read_jobs(job_ids: Collection[str], users: Collection[str] = ()) -> dict[str, Job]:
+    """What is known of these jobs: from the queue, and from the accounts for those that it no longer lists.
+
+    Raises:
+        SlurmError: where there is no SLURM, or it does not answer.
+    """
+    queue = read_queue(users)
+    gone = [one for one in job_ids if one not in queue]
+    known = queue | (read_accounts({one.partition("_")[0] for one in gone}) if gone else {})
+    return {one: known[one] for one in job_ids if one in known}
+
+
+def cancel(job_ids: Sequence[str]) -> None:
+    """Takes jobs and single tasks of arrays out of the queue, or ends them; those that are gone by now do no harm.
+
+    Raises:
+        SlurmError: where SLURM refuses.
+    """
+    for start in range(0, len(job_ids), AT_ONCE):
+        try:
+            run(["scancel", *job_ids[start : start + AT_ONCE]])
+        except SlurmError as error:
+            if not re.search(r"already complet|Invalid job id|does not exist", str(error)):
+                raise
+
+
+class SlurmTimeoutError(SlurmError):
+    """SLURM has not answered in time."""
+
+
+def run(words: Sequence[str], timeout: float = TIMEOUT_S) -> str:
+    """What one of SLURM's commands prints; settings of the caller's environment do not change its form.
+
+    Args:
+        words: the command and its arguments.
+        timeout: seconds.
+
+    Raises:
+        SlurmError: where it is not there, does not answer (`SlurmTimeoutError`), or refuses.
+    """
+    environment = {name: value for name, value in os.environ.items() if not _CHANGES_THE_FORM.match(name)}
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=timeout, env=environment | {"LC_ALL": "C.UTF-8"}, check=False
+        )
+    except FileNotFoundError:
+        raise SlurmError(
+            f"there is no SLURM on this machine ({words[0]} is not on the PATH): call this on a login node"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmTimeoutError(
+            f"SLURM has not answered {words[0]} within {timeout:g} s: its controller is busy or down "
+            "(`scontrol ping`); try again later"
+        ) from None
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise SlurmError(f"{words[0]} refuses: {'; '.join(lines[-2:]) or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def expand(identifier: str) -> Iterator[str]:
+    """The tasks of an id such as `123_[0-2,7%4]`, one by one; ids of single jobs and tasks are themselves.
+
+    `0-8:4` counts by four, and what follows `%` is how many may run at once.
+    """
+    base, _, tasks = identifier.partition("_")
+    if not tasks:
+        yield identifier
+        return
+    for part in tasks.strip("[]").partition("%")[0].split(","):
+        if match := re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?", part):
+            for task in range(int(match[1]), int(match[2]) + 1, int(match[3] or 1)):
+                yield f"{base}_{task}"
+        else:
+            yield f"{base}_{part}"

@@ -1,0 +1,252 @@
+"""What has become of a run, told from its folder and from SLURM together.
+
+Neither is enough. To SLURM a run whose Python raised has COMPLETED (submitit pickles the exception), and what a killed
+run wrote last is that it is running.
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .queue import Job
+from .selection import SelectedRun, SubmittedRun
+
+# In the order of the summary. "lost" ended without a word: killed, or its node failed.
+STATES = (
+    "finished",
+    "running",
+    "starting",
+    "suspended",
+    "pending",
+    "preempted",
+    "requeued",
+    "interrupted",
+    "cancelled",
+    "failed",
+    "lost",
+    "unknown",
+    "not submitted",
+)
+FAILED = frozenset({"failed", "lost"})
+OVER = frozenset({"finished", "interrupted", "cancelled", "failed", "lost", "not submitted"})
+_ENDS = {
+    "NODE_FAIL": "its node failed",
+    "OUT_OF_MEMORY": "out of memory: ask for more (cluster.mem) or take a smaller batch",
+    "TIMEOUT": "killed at the time limit: ask for more (cluster.time)",
+    "BOOT_FAIL": "its node did not start",
+    "DEADLINE": "killed at its deadline",
+}
+_TAIL = 8192
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A line of the table.
+
+    Attributes:
+        folder: of the run.
+        state: one of `STATES`.
+        detail: the metric, the last line of the error, or why it waits.
+        epoch: epochs that are recorded.
+        epochs: epochs that it trains for, None where nobody knows yet.
+        restarts: starts after the first.
+        seconds: that it has run, in all attempts.
+        job: the newest job submitted for it.
+        log: what that job wrote on its error stream.
+        metric: name of the metric that chose the epoch, and its value on the test split, or else on the one that chose.
+    """
+
+    folder: str
+    state: str
+    detail: str
+    epoch: int
+    epochs: int | None
+    restarts: int
+    seconds: float
+    job: str | None
+    log: str | None
+    metric: tuple[str, float] | None = None
+
+
+def status_of(run: SelectedRun, jobs: Mapping[str, Job] | None, now: datetime | None = None) -> RunStatus:
+    """The state of one run.
+
+    Args:
+        run: with its submitted jobs.
+        jobs: what SLURM knows, or None where it could not be asked.
+        now: for the time that a run has been going.
+    """
+    card = _read_json(run.folder / "run.json") or {}
+    attempts = card.get("attempts", [])
+    task, job = _newest(run.tasks, jobs)
+    epochs = card.get("identity", {}).get("trainer", {}).get("max_epochs", run.epochs)
+    epoch = _epoch(run.folder)
+    metric = None
+    result = _read_json(run.folder / "result.json")
+    if result is not None:
+        metric = _metric(result)
+        state, detail = "finished", f"{metric[0]} {metric[1]:.4f}" if metric else ""
+    else:
+        state, detail = _judge(run.folder, attempts, task, job, jobs is not None)
+        if state in ("pending", "preempted", "requeued", "starting") and epoch:
+            detail = f"goes on from epoch {epoch}" + (f"; {detail}" if detail else "")
+    restarts = max(len(attempts) - 1, job.restarts if job is not None else 0, 0)
+    seconds = sum(_seconds(run.folder, attempt, state, now or datetime.now(UTC)) for attempt in attempts)
+    log = task.log if task is not None and state in FAILED else None
+    return RunStatus(
+        folder=str(run.folder),
+        state=state,
+        detail=detail,
+        epoch=epoch,
+        epochs=epochs,
+        restarts=restarts,
+        seconds=seconds,
+        job=task.job_id if task is not None else None,
+        log=str(log) if log is not None else None,
+        metric=metric,
+    )
+
+
+def _newest(tasks: tuple[SubmittedRun, ...], jobs: Mapping[str, Job] | None) -> tuple[SubmittedRun | None, Job | None]:
+    """The task that speaks for a run: the newest that is alive, or else the newest."""
+    if not tasks:
+        return None, None
+    if jobs is not None:
+        for task in reversed(tasks):
+            job = jobs.get(task.job_id)
+            if job is not None and job.alive:
+                return task, job
+    return tasks[-1], None if jobs is None else jobs.get(tasks[-1].job_id)
+
+
+def _judge(
+    folder: Path, attempts: list[dict[str, Any]], task: SubmittedRun | None, job: Job | None, asked: bool
+) -> tuple[str, str]:
+    last = attempts[-1] if attempts else None
+    # An attempt from before the submission says nothing of the job.
+    if last is not None and task is not None and _time(last["started"]) < _time(task.submission.created):
+        last = None
+    wrote = last["state"] if last is not None else None
+    message = (last or {}).get("message") or ""
+    event = (task.events() or [{}])[-1] if task is not None else {}
+    if job is not None and job.alive:
+        return _judge_alive(job, wrote, message, event)
+    if task is not None and not asked and wrote != "failed":
+        return (wrote or "unknown"), "SLURM could not be asked"
+    if wrote == "failed":
+        return "failed", message
+    if task is None:
+        return _judge_without_job(wrote, last)
+    end = job.state if job is not None else None
+    if event.get("event") == "cancelled" or (end or "").startswith("CANCELLED"):
+        return "cancelled", ""
+    why = event.get("reason", "") if event.get("event") == "ended" else ""
+    if wrote == "interrupted":
+        stopped = why or ("stopped at the time limit" if end == "TIMEOUT" else "stopped with a checkpoint")
+        return "interrupted", f"{stopped}; submit again to go on"
+    if wrote is None and end not in _ENDS:
+        line, is_error = last_error(task.log)
+        if is_error or end in ("COMPLETED", "FAILED"):
+            return "failed", line or why or f"SLURM says {end}, and the job's log nothing"
+    killed = why or "ended without a word: killed, perhaps for memory"
+    return "lost", _ENDS.get(end or "", f"{killed} (SLURM says {end}, {job.reason})" if job and job.reason else killed)
+
+
+def _judge_alive(job: Job, wrote: str | None, message: str, event: dict[str, Any]) -> tuple[str, str]:
+    if job.waiting:
+        if wrote is None and not job.restarts:
+            return "pending", job.reason
+        why = event.get("reason", "") if event.get("event") == "requeued" else ""
+        # SLURM requeues a preempted job itself where the job does not: then there is only the card.
+        if why == "preempted" or (not why and wrote == "interrupted"):
+            return "preempted", job.reason
+        return "requeued", "; ".join(word for word in (why, job.reason) if word)
+    if job.state in ("SUSPENDED", "STOPPED"):
+        return "suspended", ""
+    if wrote == "failed":
+        return "failed", message
+    if wrote == "interrupted":
+        return "preempted", "saved; waits to be requeued"
+    return ("running", "") if wrote == "running" else ("starting", "")
+
+
+def _judge_without_job(wrote: str | None, last: dict[str, Any] | None) -> tuple[str, str]:
+    """A run that was started by hand, if at all."""
+    if last is None:
+        return "not submitted", ""
+    if wrote != "running":
+        return str(wrote), last.get("message") or ""
+    if last["host"] != socket.gethostname():
+        return "unknown", f"started by hand on {last['host']}"
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(last["pid"], 0)
+        return "running", "started by hand"
+    return "lost", "ended without a word: killed, perhaps for memory"
+
+
+def last_error(log: Path | None) -> tuple[str, bool]:
+    """The line of a job's log that says why it ended, and whether it is that of an error.
+
+    It is the last that names an exception, or else the last that is not SLURM's.
+    """
+    lines = [line.strip() for line in _tail(log).splitlines() if line.strip()] if log is not None else []
+    ours = [line for line in lines if not re.match(r"(srun|slurmstepd|submitit)\b", line)]
+    for line in reversed(ours):
+        if re.match(r"(error\b.*:|[\w.]*(Error|Exception)\b)", line):
+            return line, True
+    return (ours or lines or [""])[-1], False
+
+
+def _epoch(folder: Path) -> int:
+    lines = _tail(folder / "metrics.jsonl").splitlines()
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):  # of a line that is just being written
+            return max(int(json.loads(line)["epoch"]), 0)
+    return 0
+
+
+def _metric(result: dict[str, Any]) -> tuple[str, float] | None:
+    best, name = result.get("best", {}), result.get("metric")
+    values = best.get("test") or best.get(result.get("selected_on")) or {}
+    return (f"{name}", float(values[name])) if name in values else None
+
+
+def _seconds(folder: Path, attempt: dict[str, Any], state: str, now: datetime) -> float:
+    start = _time(attempt["started"])
+    if attempt["ended"] is not None:
+        end = _time(attempt["ended"])
+    elif state == "running":
+        end = now
+    else:  # nobody wrote down when it was killed; the last epoch was written before
+        files = [folder / name for name in ("run.json", "metrics.jsonl")]
+        end = datetime.fromtimestamp(max(file.stat().st_mtime for file in files if file.exists()), UTC)
+    return max((end - start).total_seconds(), 0.0)
+
+
+def _time(text: str) -> datetime:
+    time = datetime.fromisoformat(text)
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def _tail(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - _TAIL, 0))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""

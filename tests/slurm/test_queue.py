@@ -1,0 +1,85 @@
+import pytest
+
+from slurm import queue
+from slurm.queue import SlurmError, cancel, expand, read_accounts, read_jobs, read_queue
+
+
+@pytest.mark.parametrize(
+    ("identifier", "tasks"),
+    [
+        ("123", ["123"]),
+        ("123_4", ["123_4"]),
+        ("123_[0-2]", ["123_0", "123_1", "123_2"]),
+        ("123_[0-1,7,9-10%3]", ["123_0", "123_1", "123_7", "123_9", "123_10"]),
+        ("123_[0-8:4%1]", ["123_0", "123_4", "123_8"]),
+        ("123_[5%2]", ["123_5"]),
+    ],
+)
+def test_ids_of_arrays(identifier, tasks):
+    assert list(expand(identifier)) == tasks
+
+
+def test_the_queue_by_task(slurm, monkeypatch):
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
+    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
+    reason = "(ReqNodeNotAvail, UnavailableNodes:node[1-2])"
+    slurm.queue(("12_[0-1%2]", "PENDING", 0, reason), ("12_7", "RUNNING", 2, "None"), ("13", "COMPLETED", 0, "None"))
+    jobs = read_queue(["me", "other"])
+    assert list(jobs) == ["12_0", "12_1", "12_7", "13"]
+    assert jobs["12_1"].reason == reason
+    assert [jobs[one].alive for one in jobs] == [True, True, True, False]
+    assert [jobs[one].waiting for one in jobs] == [True, True, False, False]
+    assert jobs["12_7"].restarts == 2
+    assert jobs["12_7"].reason == ""
+    asked = slurm.asked("squeue")
+    assert "--user=me,other" in asked
+    assert "--array" in asked
+    assert "SQUEUE_" not in slurm.environment("squeue")
+
+
+def test_jobs_that_left_the_queue_are_looked_up_in_the_accounts(slurm):
+    slurm.queue(("12_0", "RUNNING", 0, "None"))
+    slurm.accounts(("12_0", "RUNNING"), ("12_1", "NODE_FAIL"), ("12_2", "CANCELLED by 1000"), ("12_[5-6]", "PENDING"))
+    jobs = read_jobs(["12_0", "12_1", "12_2", "12_6", "12_9"])
+    states = {"12_0": "RUNNING", "12_1": "NODE_FAIL", "12_2": "CANCELLED", "12_6": "PENDING"}
+    assert {one: job.state for one, job in jobs.items()} == states
+    assert "--jobs=12" in slurm.asked("sacct")
+
+
+def test_without_accounts(slurm):
+    slurm.queue(("12_0", "RUNNING", 0, "None"))
+    assert list(read_jobs(["12_0", "12_1"])) == ["12_0"]
+    (slurm.folder / "sacct").unlink()
+    assert list(read_jobs(["12_0", "12_1"])) == ["12_0"]
+
+
+def test_a_controller_that_does_not_answer(slurm, monkeypatch):
+    monkeypatch.setattr(queue.run, "__defaults__", (0.3,))
+    slurm.never_answers("squeue")
+    slurm.never_answers("sacct")
+    with pytest.raises(SlurmError, match=r"has not answered squeue within 0\.3 s: its controller is busy or down"):
+        read_queue()
+    with pytest.raises(SlurmError, match="has not answered sacct"):
+        read_accounts(["1"])
+
+
+def test_no_slurm_here(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmError, match=r"there is no SLURM on this machine \(squeue is not on the PATH\)"):
+        read_queue()
+    assert read_accounts(["1"]) == {}
+
+
+def test_what_squeue_objects_to_is_passed_on(slurm):
+    slurm.answers("squeue", err="squeue: error: Invalid user: nobody\n", code=1)
+    with pytest.raises(SlurmError, match="squeue refuses: squeue: error: Invalid user: nobody"):
+        read_queue(["nobody"])
+
+
+def test_single_tasks_are_cancelled_and_those_that_are_gone_do_no_harm(slurm):
+    slurm.answers("scancel", err="scancel: error: Kill job error on job id 12_0: Invalid job id specified\n", code=1)
+    cancel(["12_0", "12_3"])
+    assert slurm.asked("scancel") == ["12_0", "12_3"]
+    slurm.answers("scancel", err="scancel: error: Access/permission denied\n", code=1)
+    with pytest.raises(SlurmError, match="permission denied"):
+        cancel(["12_0"])
