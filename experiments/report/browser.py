@@ -121,14 +121,25 @@ class Browser:
                 return result
 
     def open(self, page: Path, anchor: str = "") -> None:
-        """Loads a page of the disk and waits until it is loaded."""
+        """Loads a page of the disk, or goes to a place of it, and waits until that is done."""
         self._loaded = False
         answer = self.call("Page.navigate", url=page.resolve().as_uri() + (f"#{anchor}" if anchor else ""))
         if answer.get("errorText"):
             raise RunError(f"{page}: {answer['errorText']}")
-        deadline = time.monotonic() + SECONDS
-        while not self._loaded and "loaderId" in answer:  # without a loader only the anchor has changed
-            self._receive(deadline, "loading")
+        if "loaderId" in answer:
+            self._wait_until_loaded()
+        else:  # only the place has changed, which the page hears of in its next turn
+            self.settle()
+
+    def reload(self) -> None:
+        """Loads the page again."""
+        self._loaded = False
+        self.call("Page.reload")
+        self._wait_until_loaded()
+
+    def settle(self) -> None:
+        """Waits until what the page has been told has happened."""
+        self.value("new Promise(resolve => setTimeout(resolve, 30))")
 
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression, as JSON has it; a promise is waited for.
@@ -167,6 +178,11 @@ class Browser:
     def pdf(self) -> bytes:
         """The page as it is printed."""
         return base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])
+
+    def _wait_until_loaded(self) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not self._loaded:
+            self._receive(deadline, "loading")
 
     def _receive(self, deadline: float, what: str) -> dict[str, Any]:
         while b"\0" not in self._buffer:

@@ -36,7 +36,8 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "sinkformer-suite",
     "pdf.fonttype": 42,  # letters stay letters: journals refuse outlines of Type 3
 }
-MARK = "mark "
+MARK = "mark"
+LONGEST = 60
 
 
 def draw(results: Results, measure: Measure) -> Figure:
@@ -186,21 +187,22 @@ def _dots(
 
 def mark(artist: Artist, belongs: Filter, words: str = "") -> None:
     """Says what a part of a picture belongs to, by which the page hides it, and what it tells under the pointer."""
-    artist.set_gid(MARK + json.dumps([dict(belongs), words]))
+    # In hexadecimal digits, which no way of quoting can change.
+    artist.set_gid(MARK + json.dumps([dict(belongs), words]).encode().hex())
 
 
 def _with_marks(text: str) -> str:
     """An SVG in which marks have become data attributes and titles, escaped."""
 
     def write(match: re.Match[str]) -> str:
-        belongs, words = json.loads(html.unescape(match[1]))
+        belongs, words = json.loads(bytes.fromhex(match[1]))
         attributes = "".join(f' data-{key}="{html.escape(value)}"' for key, value in belongs.items())
         return f"<g{attributes}>" + (f"<title>{html.escape(words)}</title>" if words else "")
 
     # Several pictures on a page: names that only matplotlib knows would be there several times.
-    return re.sub(r'<g id="[A-Za-z0-9]+_\d+">', "<g>", re.sub(rf'<g id="{MARK}([^"]*)">', write, text))
+    return re.sub(r'<g id="[A-Za-z0-9]+_\d+">', "<g>", re.sub(rf'<g id="{MARK}([0-9a-f]+)">', write, text))
 
 
 def plain(text: str) -> str:
-    """A dollar sign in a name is not mathematics."""
-    return text.replace("$", r"\$")
+    """A name as it can stand in a picture: a dollar sign in it is no mathematics, and it leaves room for the axes."""
+    return (text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…").replace("$", r"\$")

@@ -67,9 +67,10 @@ paint(themes.includes(remembered("theme")) ? remembered("theme") : "auto");
 
 let closed = [];
 window.addEventListener("beforeprint", () => {
-  closed = [...document.querySelectorAll("[data-view]:not([hidden]) details:not([open])")];
+  closed.push(...document.querySelectorAll("[data-view]:not([hidden]) details:not([open])"));
   for (const each of closed) each.open = true;
 });
 window.addEventListener("afterprint", () => {
   for (const each of closed) each.open = false;
+  closed = [];
 });

@@ -1,5 +1,6 @@
 """Run folders as the runner leaves them, with numbers of the test's choice."""
 
+import contextlib
 import json
 import socket
 
@@ -132,3 +133,59 @@ def some_runs(tmp_path_factory):
     softmax, sinkhorn = [0.801, 0.812, 0.793, 0.804, 0.815], [0.871, 0.893, 0.864, 0.8755, 0.906]
     _makers(_maker(folder))({"softmax": softmax, 5: sinkhorn})
     return folder / "runs", softmax, sinkhorn
+
+
+HOSTILE = "<img src=x onerror=\"document.title='broken in'\"></script><script>document.title='broken in'</script>"
+
+
+@pytest.fixture(scope="module")
+def all_kinds_of_runs(tmp_path_factory):
+    """Runs of two experiments with everything a run can leave, a check of the theory, and runs that do not count.
+
+    Returns:
+        The folder of the runs, and result.json's test accuracies (chosen, last) of those that count by folder.
+    """
+    runs = tmp_path_factory.mktemp("kinds") / "runs"
+    make = _maker(runs.parent)
+    for name, n_iters, lead in (("softmax", 1, 0.0), ("sinkhorn", 3, 0.05), ("sinkhorn", 5, 0.07)):
+        for patch_size in (7, 14):
+            for seed in range(5):
+                chosen = 0.8 + lead + 0.01 * ((seed * 7 + n_iters) % 5) + 0.001 * patch_size
+                folder = make(name, seed, chosen, chosen - 0.004, n_iters=n_iters, patch_size=patch_size)
+                _leave_everything(folder, seed, n_iters, chosen)
+    for seed in range(2):
+        make("softmax", seed, 0.5, experiment="shapes_set", config={"model.words": f"{HOSTILE}{seed}"})
+    make("softmax", 7, state="failed", message=HOSTILE)
+    make("softmax", 8, state="interrupted")
+    for name, content in (("result.json", '{"hash"'), ("run.json", "")):
+        (make("sinkhorn", 9 if name == "run.json" else 10) / name).write_text(content, encoding="utf-8")
+    check = runs / "theory" / "invariance"
+    check.mkdir(parents=True)
+    statement = {"sentence": HOSTILE, "expected": "0", "measured": 0.0, "tolerance": 0.1, "holds": True}
+    content = {"name": "invariance", "title": "T", "statements": [statement], "options": {}, "seconds": 1.0}
+    (check / "results.json").write_text(json.dumps(content | {"figure": "figure.svg"}), encoding="utf-8")
+    (check / "figure.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>', encoding="utf-8")
+    expected = {}
+    for path in runs.glob("*/*/result.json"):
+        with contextlib.suppress(json.JSONDecodeError):
+            result = json.loads(path.read_text(encoding="utf-8"))
+            if (path.parent / "run.json").stat().st_size:
+                places = (result[place]["test"]["accuracy"] for place in ("best", "last"))
+                expected[str(path.parent)] = tuple(places)
+    return runs, expected
+
+
+def _leave_everything(folder, seed, n_iters, chosen):
+    rows = [
+        {"epoch": epoch, "step": epoch, "split": "val", "accuracy": chosen - 0.3 / epoch, "loss": 1 / epoch}
+        for epoch in (1, 2, 5, 20, 45)
+    ]
+    timing = [{"epoch": epoch, "step": epoch, "seconds": 2.0 + n_iters, "samples_per_second": 9.0} for epoch in (1, 2)]
+    sums = [
+        {"epoch": epoch, "step": epoch, "layer": layer, "n_tokens": 4, "row_error": 0.0, "column_error": width}
+        | {"column_sums": [1 - width, 1 - width / 2, 1 + width / 2, 1 + width]}
+        for epoch, width in ((1, 0.8 + 0.01 * seed), (45, 0.2 / n_iters + 0.001 * seed))
+        for layer in ("blocks.0", "blocks.1")
+    ]
+    for name, lines in (("metrics", rows), ("timing", timing), ("column_sums", sums)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

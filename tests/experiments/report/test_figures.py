@@ -1,5 +1,7 @@
 """What the picture shows: means, the band from the worst to the best run, every run, and runs that diverged."""
 
+import re
+
 import numpy as np
 import pytest
 from matplotlib.collections import FillBetweenPolyCollection, PathCollection
@@ -101,3 +103,15 @@ def test_the_picture_on_the_page_takes_its_ink(make_runs, figure):
     assert "currentColor" in text
     assert "#ffffff" not in text
     assert "a &lt; b" in text
+
+
+def test_parts_of_a_picture_tell_what_they_belong_to(make_runs, figure):
+    make_runs({"softmax": [0.5, 0.75], 5: [0.625, None]}, config={"attention.k": "<i>\"x\" & 'y'"})
+    drawn = figure()
+    for text in (svg(drawn, "title", "words"), svg_file(drawn)):
+        marks = re.findall(r'<g data-n-iters="([^"]*)" data-seed="([^"]*)"><title>([^<]*)</title>', text)
+        assert [mark[:2] for mark in marks] == [("softmax", "0"), ("softmax", "1"), ("5", "0")]
+        assert [mark[2].rsplit(" ", 1)[1] for mark in marks] == ["50.00", "75.00", "62.50"]
+        assert text.count('<g data-n-iters="5">') == 4  # band, range, line, cross
+        assert "mark" not in re.sub(r"marker", "", text)
+        assert not re.search(r'id="[a-z]+_\d', text)
