@@ -1,0 +1,136 @@
+"""Submissions: one folder for each, `<paths.runs>/.submissions/<UTC yyyymmdd-hhmmss>-<8 hex>/`.
+
+In the folder: submitit's scripts, pickles and logs; `submission.json` (`Submission`), whole at any time; and
+`events-<index>.jsonl`, what happened to each run's job: one object a line with `time`, `event` ("started", "stopped",
+"requeued", "ended"), `reason`, `exit_code`, `restart` (how often SLURM has started the job again), `node`.
+"""
+
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from experiments.errors import RunError
+from experiments.files import append_line, write_json
+
+FOLDER = ".submissions"
+LOCK_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a submission.
+
+    Attributes:
+        index: its number in the array.
+        job_id: SLURM's name of its job, `123_0`, or `123` where the submission is of one run; None before it has one.
+        folder: the run's folder.
+        hash: the run's hash, whole.
+        overrides: the words after `python -m experiments.train`.
+    """
+
+    index: int
+    job_id: str | None
+    folder: str
+    hash: str
+    overrides: list[str]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One array of jobs. `array_job_id` is None until SLURM has given it."""
+
+    folder: Path
+    created: str
+    command: str
+    cluster: dict[str, Any]
+    array_job_id: str | None
+    tasks: list[Task]
+
+    @property
+    def job_name(self) -> str:
+        """By which its jobs are found where the submitter died before it could write their ids."""
+        return f"sinkformer-{self.folder.name[-8:]}"
+
+    def write(self) -> None:
+        """Writes submission.json."""
+        content = asdict(self)
+        del content["folder"]
+        write_json(self.folder / "submission.json", content)
+
+    def with_ids(self, array_job_id: str, job_ids: list[str]) -> "Submission":
+        """The same with the ids that SLURM has given."""
+        tasks = [Task(**(asdict(task) | {"job_id": one})) for task, one in zip(self.tasks, job_ids, strict=True)]
+        return Submission(self.folder, self.created, self.command, self.cluster, array_job_id, tasks)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Submission":
+        """What submission.json holds."""
+        content = json.loads((folder / "submission.json").read_text(encoding="utf-8"))
+        content["tasks"] = [Task(**task) for task in content["tasks"]]
+        return cls(folder, **content)
+
+
+def submissions(runs: Path) -> list[Submission]:
+    """All submissions of a folder of runs, the oldest first."""
+    return [Submission.read(file.parent) for file in sorted((runs / FOLDER).glob("*/submission.json"))]
+
+
+def new_folder(runs: Path) -> Path:
+    """Makes the folder of a new submission."""
+    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
+    folder = runs.absolute() / FOLDER / name
+    folder.mkdir(parents=True)
+    return folder
+
+
+@contextmanager
+def one_at_a_time(runs: Path) -> Iterator[None]:
+    """Holds the folder of runs against other submitters. The lock is the kernel's: it falls with its holder.
+
+    Raises:
+        RunError: where another submitter holds it for minutes.
+    """
+    parent = runs / FOLDER
+    parent.mkdir(parents=True, exist_ok=True)
+    holder = parent / "submitter"
+    lock = FileLock(parent / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        who = holder.read_text(encoding="utf-8").strip() if holder.is_file() else "unknown"
+        print(f"another submitter is at work ({who}); waiting for it", file=sys.stderr)
+        try:
+            lock.acquire(timeout=LOCK_TIMEOUT_S)
+        except Timeout:
+            raise RunError(f"another submitter ({who}) has held {runs} for {LOCK_TIMEOUT_S:g} s: see to it") from None
+    try:
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        yield
+    finally:
+        lock.release()
+
+
+def record_event(folder: Path, index: int, event: str, **facts: Any) -> None:
+    """Appends an event of one run's job."""
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    append_line(folder / f"events-{index}.jsonl", {"time": time, "event": event, **facts})
+
+
+def read_events(folder: Path, index: int) -> list[dict[str, Any]]:
+    """The events of one run's job, the oldest first; none where it has never started."""
+    file = folder / f"events-{index}.jsonl"
+    if not file.is_file():
+        return []
+    # The last line is broken where the machine died while it was written.
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]

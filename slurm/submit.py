@@ -1,0 +1,303 @@
+"""Submits a sweep as one array of jobs: `python -m slurm.submit experiment=mnist_patches seed=0,1 cluster=dev`.
+
+The words are those of `python -m experiments.train -m`, and `cluster=NAME cluster.key=value`. Runs that are finished or
+queued are left out, so the same line again submits what is missing. It does not wait for the jobs.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
+
+from experiments.errors import RunError
+from experiments.train import say
+
+from . import cluster as clusters
+from .cluster import ClusterConfig
+from .job import TrainingJob
+from .queue import read_queue
+from .submission import Submission, Task, new_folder, one_at_a_time, submissions
+from .sweep import PlannedRun, plan
+
+ROOT = Path(__file__).resolve().parent.parent
+# Of a job that this command may be called in. SLURM_CONF and the like say where SLURM is, and stay.
+_OF_A_JOB = re.compile(
+    r"(SBATCH|SRUN|SALLOC|PMIX?|PMI2|OMPI)_|SLURM_(?!CONF$|CLUSTERS$|TIME_FORMAT$)"
+    r"|(MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|GROUP_RANK|NODE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|SUBMITIT_EXECUTOR)$"
+    r"|SINKFORMER_RUN_FOLDER$"
+)
+Parameters = dict[str, Any]
+
+
+def submit(words: Sequence[str], parallelism: int | None = None) -> Submission | None:
+    """Submits the runs of a sweep that are neither finished nor queued.
+
+    Args:
+        words: overrides of the sweep and of the cluster.
+        parallelism: runs at the same time, or None for what the cluster's configuration says.
+
+    Returns:
+        The submission, or None where nothing is missing.
+
+    Raises:
+        RunError: for what the user can put right; nothing has been submitted then.
+    """
+    cluster, runs = prepare(words)
+    with scrubbed_environment():
+        clusters.check(cluster)
+        folder_of_runs = runs_folder(runs)
+        with one_at_a_time(folder_of_runs):
+            states = states_of(runs, folder_of_runs)
+            missing = [run for run, state in zip(runs, states, strict=True) if state == "missing"]
+            say(f"{len(runs)} runs: {_count(states)}")
+            if not missing:
+                return None
+            _test(parameters(cluster, len(missing), parallelism), len(missing), folder_of_runs)
+            return _submit(missing, cluster, parallelism, words, folder_of_runs)
+
+
+def prepare(words: Sequence[str]) -> tuple[ClusterConfig, list[PlannedRun]]:
+    """The cluster and the runs that a command line names, which fit each other.
+
+    Raises:
+        RunError: for what is wrong in the words.
+    """
+    of_cluster, of_runs = clusters.split(words)
+    cluster = clusters.cluster_config(of_cluster)
+    named = {word.lstrip("+").partition("=")[0] for word in of_runs}
+    for key, number in (("trainer.num_nodes", cluster.nodes), ("trainer.devices", cluster.processes_per_node)):
+        if number > 1 and key not in named:
+            of_runs.append(f"{key}={number}")
+    runs = plan(of_runs)
+    for run in runs:
+        trainer = run.config["trainer"]
+        asked = trainer["num_nodes"], trainer["devices"]
+        if asked != (cluster.nodes, cluster.processes_per_node):
+            raise RunError(
+                f"the runs ask for trainer.num_nodes={asked[0]} and trainer.devices={asked[1]}, the job for "
+                f"cluster.nodes={cluster.nodes} with {cluster.processes_per_node} processes each: "
+                f"give cluster.nodes={asked[0]} cluster.tasks_per_node={asked[1]}, or leave the trainer's out"
+            )
+    return cluster, runs
+
+
+def runs_folder(runs: Sequence[PlannedRun]) -> Path:
+    """The folder that all runs of a sweep lie in.
+
+    Raises:
+        RunError: where there is more than one.
+    """
+    folders = {run.config["paths"]["runs"] for run in runs}
+    if len(folders) > 1:
+        raise RunError(f"the runs of one submission lie in one folder; paths.runs names {', '.join(sorted(folders))}")
+    return Path(folders.pop())
+
+
+def states_of(runs: Sequence[PlannedRun], folder: Path) -> list[str]:
+    """ "finished", "queued" (or running) or "missing", for each run."""
+    queue = read_queue()
+    alive = {identifier for identifier, job in queue.items() if job.alive}
+    queued: set[str] = set()
+    for submission in submissions(folder):
+        if submission.array_job_id is None:
+            submission = _found_again(submission)
+        queued |= {task.hash for task in submission.tasks if task.job_id in alive}
+    return ["finished" if run.run.finished else "queued" if run.run.hash in queued else "missing" for run in runs]
+
+
+def _found_again(submission: Submission) -> Submission:
+    """A submission whose submitter died before it could write the jobs' ids down, with those ids."""
+    words = ["squeue", "--noheader", "--me", f"--name={submission.job_name}", "--format=%F"]
+    found = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+    if not found:
+        return submission
+    submission = submission.with_ids(found[0], _job_ids(found[0], len(submission.tasks)))
+    submission.write()
+    return submission
+
+
+def _job_ids(array: str, number: int) -> list[str]:
+    return [f"{array}_{index}" for index in range(number)] if number > 1 else [array]
+
+
+def parameters(cluster: ClusterConfig, number: int, parallelism: int | None) -> Parameters:
+    """What submitit is told of a job, for an array of so many."""
+    options = {"requeue": True} if cluster.requeue else {"no-requeue": True}
+    setup = [shlex.join(["module", "load", module]) for module in cluster.modules]
+    setup += [f"export {name}={shlex.quote(value)}" for name, value in sorted(cluster.environment.items())]
+    setup += [f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"]
+    if cluster.nodes * cluster.processes_per_node > 1 and "MASTER_PORT" not in cluster.environment:
+        # This script runs on the node of the first process; srun hands what it exports to all of them.
+        setup += [f"MASTER_PORT=$({python(cluster)} -m slurm.port) || exit", "export MASTER_PORT"]
+    wanted: Parameters = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "nodes": cluster.nodes,
+        "ntasks_per_node": cluster.processes_per_node,
+        "gpus_per_node": cluster.gpus_per_node or None,
+        "cpus_per_task": cluster.cpus_per_task,
+        "mem": cluster.mem,
+        "time": cluster.minutes,
+        "signal_delay_s": cluster.signal_before_end_s,
+        "array_parallelism": parallelism or cluster.array_parallelism or number,
+        "setup": setup,
+        # Since 22.05 srun does not take the number of cores over from the job.
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cluster.cpus_per_task}"],
+        "additional_parameters": {**options, **cluster.sbatch},
+    }
+    given = {key: value for key, value in wanted.items() if value is not None}
+    return given | {"wckey": None}  # submitit's own is refused where a cluster keeps a list of them
+
+
+def python(cluster: ClusterConfig) -> str:
+    """The command that starts Python in a job."""
+    command = shlex.quote(sys.executable)
+    return f"{cluster.container} {command}" if cluster.container else command
+
+
+def script(cluster: ClusterConfig, number: int, parallelism: int | None, folder: Path) -> str:
+    """What sbatch would be given, for a submission in this folder."""
+    command = f"{python(cluster)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    return _make_sbatch_string(
+        command=command,
+        folder=folder,
+        job_name=f"sinkformer-{folder.name[-8:]}",
+        **parameters(cluster, number, parallelism),
+        map_count=number if number > 1 else None,
+    )
+
+
+def _test(wanted: Parameters, number: int, runs: Path) -> None:
+    """Has SLURM check a job of this kind without submitting it."""
+    text = _make_sbatch_string(command="true", folder=runs, **wanted)
+    words = ["sbatch", "--test-only", "--output=/dev/null", "--error=/dev/null"]
+    if number > 1:
+        words.append(f"--array=0-{number - 1}")
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise RunError(f"SLURM would not take these jobs: {'; '.join(lines) or done.returncode}")
+
+
+def _submit(
+    runs: Sequence[PlannedRun], cluster: ClusterConfig, parallelism: int | None, words: Sequence[str], folder: Path
+) -> Submission:
+    place = new_folder(folder)
+    tasks = [
+        Task(index, None, str(run.run.path.absolute()), run.run.hash, run.overrides) for index, run in enumerate(runs)
+    ]
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    command = shlex.join(["python", "-m", "slurm.submit", *words])
+    submission = Submission(place, created, command, asdict(cluster), None, tasks)
+    submission.write()  # before there are jobs: one that nobody has written down could be submitted twice
+    executor = SlurmExecutor(place, python=python(cluster))
+    executor.update_parameters(job_name=submission.job_name, **parameters(cluster, len(runs), parallelism))
+    try:
+        with executor.batch():
+            jobs = [executor.submit(_job(task, place, cluster)) for task in tasks]
+    except (FailedJobError, FailedSubmissionError) as error:
+        shutil.rmtree(place)
+        raise RunError(f"SLURM has refused: {' '.join(str(error).split())}") from error
+    submission = submission.with_ids(jobs[0].job_id.partition("_")[0], [job.job_id for job in jobs])
+    submission.write()
+    return submission
+
+
+def _job(task: Task, place: Path, cluster: ClusterConfig) -> TrainingJob:
+    return TrainingJob(
+        overrides=tuple(task.overrides),
+        submission=str(place),
+        index=task.index,
+        folder=task.folder,
+        requeue=cluster.requeue,
+        max_restarts=cluster.max_restarts,
+        max_timeouts=cluster.max_timeouts,
+        signal_before_end_s=cluster.signal_before_end_s,
+    )
+
+
+@contextmanager
+def scrubbed_environment() -> Iterator[None]:
+    """The environment without what it has of a job: sbatch would take it for the new job's own."""
+    before = dict(os.environ)
+    for name in before:
+        if _OF_A_JOB.match(name):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def dry_run(words: Sequence[str], parallelism: int | None = None) -> None:
+    """Prints the table of runs and what sbatch would be given; works without SLURM too, where nothing is queued."""
+    cluster, runs = prepare(words)
+    folder = runs_folder(runs)
+    with scrubbed_environment():
+        if shutil.which("sbatch") is None:
+            say("there is no SLURM here: the cluster's names are not checked, and no run is queued")
+            states = ["finished" if run.run.finished else "missing" for run in runs]
+        else:
+            clusters.check(cluster)
+            states = states_of(runs, folder)
+    table = Table("", "state", "run", "overrides", box=None, pad_edge=False)
+    for number, (run, state) in enumerate(zip(runs, states, strict=True)):
+        table.add_row(str(number), state, run.run.path.name, shlex.join(run.overrides))
+    wide = Console(width=None if sys.stdout.isatty() else 10_000)
+    wide.print(table)
+    missing = states.count("missing")
+    print(f"\n{len(runs)} runs: {_count(states)}\n")
+    if missing:
+        print(script(cluster, missing, parallelism, folder.absolute() / ".submissions" / "DATE-TIME-00000000"))
+
+
+def _count(states: Sequence[str]) -> str:
+    words = {"finished": "finished", "queued": "queued or running", "missing": "to be submitted"}
+    return ", ".join(f"{states.count(state)} {word}" for state, word in words.items() if state in states)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m slurm.submit", description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="+", help="as for python -m experiments.train -m, and cluster=NAME")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs and the script, and submit nothing")
+    parser.add_argument("--array-parallelism", type=int, metavar="N", help="runs at the same time")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        if options.dry_run:
+            dry_run(options.overrides, options.array_parallelism)
+            return
+        submission = submit(options.overrides, options.array_parallelism)
+    except RunError as error:
+        say(f"error: {error}")
+        raise SystemExit(1) from None
+    if submission is None:
+        print("nothing to submit")
+        return
+    print(
+        f"submitted {len(submission.tasks)} runs as job {submission.array_job_id}\n"
+        f"folder: {submission.folder}\n"
+        f"watch:  python -m slurm.status {submission.folder.name}\n"
+        f"        squeue --job {submission.array_job_id}"
+    )
+
+
+if __name__ == "__main__":
+    main()
