@@ -48,7 +48,7 @@ def split_attention_mask(
     rows and columns without support count as masked.
 
     Args:
-        attn_mask: (..., n or 1, m), boolean (True keeps) or floating (added to the scores); None for no mask.
+        attn_mask: (..., n or 1, m) or (m,), boolean (True keeps) or floating (added to the scores); None for no mask.
         self_attention: whether queries and keys are the same tokens.
 
     Raises:
@@ -58,6 +58,8 @@ def split_attention_mask(
         return None, None, None
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise ValueError(f"attn_mask must be boolean (True keeps) or floating, got {attn_mask.dtype}")
+    if attn_mask.dim() == 1:
+        attn_mask = attn_mask.unsqueeze(0)
     if attn_mask.dim() >= 2 and attn_mask.shape[-2] == 1 and attn_mask.shape[-1] > 1:
         if attn_mask.dtype == torch.bool:
             keep = attn_mask.squeeze(-2)

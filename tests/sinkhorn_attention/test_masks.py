@@ -46,6 +46,18 @@ def test_a_finite_part_of_a_padding_mask_stays_a_bias() -> None:
     assert key_mask.tolist() == query_mask.tolist() == [[True, True, False]]
 
 
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_of_the_keys_alone_is_the_same_with_fewer_dimensions(additive: bool) -> None:
+    """(m,) broadcasts as (1, m) does, for every sample and query."""
+    keep = torch.tensor([True, True, True, False])
+    mask = bias_from_keep(keep, torch.float32) if additive else keep
+    x = torch.randn(2, 3, 4, 4)
+    bias, query_mask, key_mask = split_attention_mask(mask)
+    got = sinkhorn_attention(x, x, x, 5, attn_bias=bias, query_mask=query_mask, key_mask=key_mask)
+    torch.testing.assert_close(got[..., :3, :], sinkhorn_attention(*[x[..., :3, :]] * 3, 5))
+    assert (got[..., 3, :] == 0).all()
+
+
 def test_any_other_mask_is_support_or_bias() -> None:
     keep = torch.ones(4, 4, dtype=torch.bool)
     keep[0, 1] = False
