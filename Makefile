@@ -4,7 +4,7 @@ export PYTHON
 QUIET_THREADS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS = $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: setup demo demo-points test lint
+.PHONY: setup demo demo-points demo-text test lint
 
 setup:
 	@./setup.sh
@@ -14,6 +14,9 @@ demo: setup
 
 demo-points: setup
 	@.venv/bin/python -m experiments.demo shapes_set
+
+demo-text: setup
+	@.venv/bin/python -m experiments.demo movie_sentences
 
 # fairseq changes logging, Hydra and torch for the whole process when it is imported: its tests have processes of their own.
 test: setup

