@@ -10,7 +10,7 @@ In the folder:
   "failed" or "finished"), `identity` (the hashed part of the configuration), `command`, `git` (`commit`, `dirty`,
   `diff`), `versions`, `seeds`, `data` (`name`, `split_hash`, `sizes`), `n_params`, and `attempts`: one object per start
   with `started`, `ended` (ISO 8601, UTC), `state`, `message`, `from_step`, `host`, `pid`, `platform`, `devices`,
-  `threads`.
+  `threads`, `slurm` (`job`, `restart`, `nodes`; null elsewhere).
 - `metrics.jsonl`: one object per evaluation: `epoch` (finished epochs, so the first is 1), `step` (optimizer steps),
   `split` ("train", "val" or "test"), then metric names (`loss`, `accuracy` as a fraction of 1; `lr` for "train"). The
   "train" row is the mean over the epoch while it was trained. No times: two equal runs have byte-identical files.
@@ -188,7 +188,7 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock")
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=_patience_s())
         except Timeout:
             raise RunError(f"another process is at this run already{self._holder()}: {self.path}") from None
         try:
@@ -228,6 +228,7 @@ class RunDir:
             "platform": platform.platform(),
             "devices": list(devices),
             "threads": threads,
+            "slurm": _slurm_job(),
         }
         self.card = {
             "hash": self.hash,
@@ -274,9 +275,27 @@ def folders_by_hash(experiment: Path) -> dict[str, Path]:
     return folders
 
 
+def _patience_s() -> float:
+    """Seconds to wait for a run that another process is at: SLURM may restart a job before the old one has ended."""
+    return 120.0 if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" else 0.0
+
+
+def _slurm_job() -> dict[str, Any] | None:
+    """The job that this attempt is part of, how often SLURM had restarted it by then, and its nodes; None elsewhere."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return {
+        "job": f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"],
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "nodes": os.environ.get("SLURM_JOB_NODELIST"),
+    }
+
+
 def process_rank() -> int:
     """Which of the processes that train one run this is; 0 for the first and for one that is alone."""
-    for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+    # Batch scripts and interactive shells have SLURM_PROCID=0, also for further processes that Lightning starts there.
+    for variable in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
         if variable in os.environ:
             return int(os.environ[variable])
     return 0
