@@ -31,6 +31,10 @@ class NormalizedAttention(Attention):
     """
 
     causal_refusal: Final[str] = CAUSAL_REFUSAL
+    shape_refusal: Final[str] = (
+        "x must be tokens, (batch, tokens, channels). Models such as timm's ByobNet (mobilevit, halonet) take "
+        "attn_layer= for a gate on feature maps and keep their softmax: use timm_sinkhorn.convert(model, ...) for those"
+    )
 
     def __init__(
         self,
@@ -58,8 +62,11 @@ class NormalizedAttention(Attention):
             (B, N, dim_out).
 
         Raises:
-            ValueError: for `is_causal=True` or a triangular mask, neither of which a doubly stochastic map can have.
+            ValueError: for `is_causal=True` or a triangular mask, neither of which a doubly stochastic map can have, or
+                for an `x` that is no sequence of tokens.
         """
+        if x.dim() != 3:
+            raise ValueError(self.shape_refusal)
         if is_causal:
             raise ValueError(self.causal_refusal)
         attn_bias, query_mask, key_mask = split_attention_mask(as_support(attn_mask))

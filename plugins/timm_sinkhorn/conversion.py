@@ -68,12 +68,13 @@ def convert(
     left: dict[str, str] = {}
     candidates: list[str] = []
     for name, module in model.named_modules():
-        if type(module) in CONVERTED or isinstance(module, NormalizedAttention | ConvertedAttention):
+        ours = type(module) in CONVERTED or isinstance(module, NormalizedAttention | ConvertedAttention)
+        if ours and "forward" not in module.__dict__:  # one that was put into the object would still be called
             known[name] = module
             candidates.append(name)
         elif type(module) in LEFT_BY_DESIGN:
             left[name] = LEFT_BY_DESIGN[type(module)]
-        elif _attends(type(module)):  # type: ignore[arg-type]
+        elif ours or _attends(type(module)):  # type: ignore[arg-type]
             unknown[name] = module
             candidates.append(name)
     if not candidates:
@@ -103,7 +104,7 @@ def convert(
 @functools.cache  # finding a class in its file takes long
 def _attends(kind: type[nn.Module]) -> bool:
     """Whether modules of a kind that is not known seem to hold an attention map, by their source."""
-    if issubclass(kind, nn.MultiheadAttention):
+    if issubclass(kind, (nn.MultiheadAttention, *CONVERTED)):
         return True
     if issubclass(kind, NOT_ATTENTION) or kind.__module__.startswith("torch."):
         return False
@@ -167,7 +168,11 @@ def _nothing_to_convert(model: nn.Module, left: dict[str, str]) -> str:
 
 
 def _describe(modules: dict[str, nn.Module]) -> str:
-    kinds = {name: f"{type(module).__module__}.{type(module).__qualname__}" for name, module in modules.items()}
+    kinds = {
+        name: f"{type(module).__module__}.{type(module).__qualname__}"
+        + (" with a forward that was put into it" if "forward" in module.__dict__ else "")
+        for name, module in modules.items()
+    }
     return ", ".join(f"{name or 'the model itself'} ({kind})" for name, kind in kinds.items())
 
 

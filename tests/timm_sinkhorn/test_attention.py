@@ -2,6 +2,7 @@ import copy
 import pickle
 
 import pytest
+import timm
 import torch
 from sinkhorn_attention.reference import sinkhorn_attention_reference
 from timm.layers import Attention, LayerNorm
@@ -197,6 +198,13 @@ def test_autocast_and_low_precision_stay_finite_and_close(dtype):
         values = value_and_gradients(single, x.float())
     assert all(value.isfinite().all() for value in values)
     torch.testing.assert_close(values[0].double(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
+
+
+def test_models_that_mean_a_gate_by_attn_layer_say_so():
+    """ByobNet takes the class, for a gate on feature maps; its attention would stay a softmax."""
+    model = timm.create_model("mobilevit_xxs", attn_layer=sinkhorn_attn_layer(n_iters=3))
+    with pytest.raises(ValueError, match=r"x must be tokens, .*ByobNet.*use timm_sinkhorn\.convert"):
+        model(torch.randn(1, 3, 64, 64))
 
 
 def test_fused_attn_has_no_effect():

@@ -362,6 +362,29 @@ def test_attention_of_unknown_kind_is_listed():
         convert(model[1:], "sinkhorn", n_iters=3, strict=False)
 
 
+class Inherited(timm.layers.Attention):
+    """Attention by its base class: its own source has no softmax."""
+
+
+def test_subclasses_of_known_attention_are_of_unknown_kind():
+    """They would stay a softmax without a word beside modules that were converted."""
+    model = nn.Sequential(VIT.create().blocks[0], Inherited(32, num_heads=2))
+    with pytest.raises(ValueError, match=r"does not know this attention: 1 \(\S*Inherited\)"):
+        convert(model, "sinkhorn", n_iters=3)
+
+
+def test_a_forward_put_into_a_module_is_not_passed_over():
+    """As recorders of attention maps do; it would be called in place of the normalizer's."""
+    model = VIT.create()
+    name, attention = next((n, m) for n, m in model.named_modules() if type(m) is timm.layers.Attention)
+    attention.forward = attention.forward
+    with pytest.raises(ValueError, match=rf"does not know this attention: {name} \(\S+ with a forward that"):
+        convert(model, "sinkhorn", n_iters=3)
+    assert type(attention) is timm.layers.Attention
+    del attention.forward
+    assert name in convert(model, "sinkhorn", n_iters=3)
+
+
 def test_attention_that_has_no_source_file_is_judged_by_its_name():
     namespace = {"nn": nn}
     exec("class MyAttention(nn.Module):\n    pass", namespace)
