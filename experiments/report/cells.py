@@ -1,5 +1,6 @@
 """Sorts an experiment's runs into cells, and holds each cell against its baseline."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -24,9 +25,12 @@ class Measure(Enum):
 
     CHOSEN = "chosen"
     LAST = "last"
+    INITIAL = "initial"
 
     def of(self, run: Run) -> float:
-        """This measure of a run, as recorded."""
+        """This measure of a run, as recorded; NaN for the initial one of a run that began with random weights."""
+        if self is Measure.INITIAL:
+            return math.nan if run.initial is None else run.initial
         return run.chosen if self is Measure.CHOSEN else run.last
 
 
@@ -163,6 +167,11 @@ class Results:
         """All runs that count."""
         return [run for cell in self.cells for run in cell.runs]
 
+    @property
+    def measures(self) -> list[Measure]:
+        """Those that all runs have."""
+        return measures(self.runs)
+
     def shown(self, cell: Cell, measure: Measure) -> Shown:
         """A cell's numbers as they are shown: its own, or what the published protocol makes of them."""
         if self.protocol is None:
@@ -180,8 +189,8 @@ class Results:
 
     def words(self, measure: Measure) -> str:
         """When in a run a measure was taken."""
-        if measure is Measure.LAST:
-            return "at the last epoch"
+        if measure is not Measure.CHOSEN:
+            return "at the last epoch" if measure is Measure.LAST else "with the weights that training began with"
         names = {"val": "on validation", "test": "on the test set"}
         splits = sorted({run.selected_on for run in self.runs}, reverse=True)
         return f"at the epoch chosen {' or '.join(names.get(split, f'on {split}') for split in splits)}"
@@ -199,6 +208,12 @@ class Results:
     def attentions(self) -> list[Attention]:
         """All normalizers, the baseline first."""
         return sorted({cell.attention for cell in self.cells}, key=_attention_order)
+
+
+def measures(runs: Sequence[Run]) -> list[Measure]:
+    """The measures that all of some runs have."""
+    whole = all(run.initial is not None for run in runs)
+    return [measure for measure in Measure if whole or measure is not Measure.INITIAL]
 
 
 def filter_of(attention: Attention, seed: int | None = None) -> Filter:
@@ -258,7 +273,7 @@ def analyse(experiment: str, runs: Sequence[Run], problems: Iterable[Problem] = 
     cells.sort(key=lambda cell: ([_value_order(value) for value in cell.place], _attention_order(cell.attention)))
     contests: list[Contest] = []
     alone: list[Cell] = []
-    for measure in Measure:
+    for measure in measures(runs):
         pairs = []
         for cell in cells:
             baseline = _baseline(cell, cells)

@@ -100,6 +100,7 @@ class Run:
         card: the run card.
         protocol: the published treatment that the experiment asks for, None for a sound one.
         quantity: what `chosen` and `last` are.
+        initial: the same of the weights that the run began with, None where it began with random ones.
     """
 
     folder: Path
@@ -118,6 +119,7 @@ class Run:
     card: Mapping[str, Any] = field(repr=False)
     protocol: Protocol | None = None
     quantity: Quantity = ACCURACY
+    initial: float | None = None
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,7 @@ def read_run(folder: Path) -> Run | Problem:
             card=card,
             protocol=_protocol(folder) if experiment.endswith(OFFICIAL) else None,
             quantity=quantity,
+            initial=_metric(result, "initial", quantity) if "initial" in result else None,
         )
     except _Unreadable as error:
         return Problem(folder, experiment, "unreadable", str(error))

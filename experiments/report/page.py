@@ -95,7 +95,7 @@ def write_files(results: Results, published: Sequence[PublishedResult], folder: 
         pictures.append((caption, Markup(figures.svg(figure, f"{results.experiment}, {what}", caption))))
         files.update({f"{stem}.{ending}": save(figure) for ending, save in IMAGES.items()})
 
-    for measure in Measure:
+    for measure in results.measures:
         stem = f"{results.quantity.name}_{measure.name.lower()}"
         add(figures.draw(results, measure), stem, results.words(measure), _caption(results, measure))
     drawn = read_curves(results)
@@ -103,7 +103,10 @@ def write_files(results: Results, published: Sequence[PublishedResult], folder: 
         add(curves.draw(group, results), f"curves_{group.split}", group.quantity, group.caption())
     recorded = sums.cell_sums(results)
     if recorded:
-        caption = "Column sums of the attention maps, sorted, over their mean, by epoch: mean of the runs."
+        caption = (
+            "Column sums of the attention maps over what a doubly stochastic map would have, sorted, by epoch: mean of "
+            "the runs."
+        )
         add(sums.draw(recorded, results), "column_sums", "column sums", caption)
         files["column_sums.csv"] = sums.sums_csv(recorded, results)
     if drawn:
@@ -145,7 +148,7 @@ def write_files(results: Results, published: Sequence[PublishedResult], folder: 
 def result_tables(results: Results) -> list[tables.Table]:
     """The tables of numbers, in the order in which they are read."""
     drawn = []
-    for measure in Measure:
+    for measure in results.measures:
         drawn.append(tables.cell_table(results, measure))
         if any(contest.measure is measure for contest in results.contests):
             drawn.append(tables.contest_table(results, measure))

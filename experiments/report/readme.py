@@ -21,7 +21,8 @@ def results_table(reported: Sequence[Results]) -> Table:
     ran = {results.experiment for results in reported}
     for entry in catalogue():
         if entry.name not in ran:
-            command = entry.commands[-1] if entry.commands else NOTHING
+            training = [line for line in entry.commands if "experiments.train " in line]
+            command = training[-1] if training else NOTHING
             rows.append((entry.name, command, "not yet run here", NOTHING, NOTHING, NOTHING))
     header = ("experiment", "command", "test, final", "validation, early", "time per epoch", "device")
     note = (

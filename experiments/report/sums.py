@@ -1,7 +1,7 @@
 """Column sums of the attention maps over training (figure 2 of the paper), from column_sums.jsonl.
 
-Softmax lets a key receive any total weight; a doubly stochastic map gives each the same. How uneven the sums of a map
-are is the mean distance of a sum from their mean, over that mean: 0 for a doubly stochastic map, whatever its shape.
+Softmax lets a key receive any total weight; a doubly stochastic map gives each the same. Sums are over what such a map
+would have, so that 1 is the mark. How uneven they are is the mean distance of a sum from 1, over keys, heads, samples.
 """
 
 import json
@@ -32,19 +32,16 @@ class Sums:
     Attributes:
         epoch: finished epochs, 0 before the first.
         layer: its name.
-        values: sorted, divided by their mean.
+        values: sorted.
+        unevenness: mean distance of a sum from 1, as recorded; where it was not, that of the values.
         column_error: largest deviation of a column's sum from its target, as recorded; NaN where it was not.
     """
 
     epoch: int
     layer: str
     values: np.ndarray
+    unevenness: float
     column_error: float
-
-    @property
-    def unevenness(self) -> float:
-        """Mean distance of a sum from the mean of the sums, over that mean."""
-        return float(np.abs(self.values - 1.0).mean())
 
 
 @dataclass(frozen=True)
@@ -85,10 +82,10 @@ def read_sums(run: Run) -> dict[tuple[str, int], Sums]:
         for line in (run.folder / COLUMN_SUMS).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             values = np.sort(np.asarray(row["column_sums"], dtype=np.float64).ravel())
-            if values.size and np.isfinite(values).all() and values.mean() > 0:
-                error = row.get("column_error")
-                error = float(error) if isinstance(error, int | float) else np.nan
-                record = Sums(int(row["epoch"]), str(row["layer"]), values / values.mean(), error)
+            if values.size and np.isfinite(values).all():
+                uneven = float(row.get("deviation", np.abs(values - 1.0).mean()))
+                error = float(row.get("column_error", np.nan))
+                record = Sums(int(row["epoch"]), str(row["layer"]), values, uneven, error)
                 found[record.layer, record.epoch] = record
     except (OSError, UnicodeDecodeError, ValueError, LookupError, TypeError, AttributeError):
         return found
@@ -131,7 +128,7 @@ def draw(recorded: Sequence[CellSums], results: Results) -> Figure:
                 axes.set_title(plain(f"{_title(each.cell, results)}\n{layer}"), fontsize=9)
                 axes.legend(fontsize=7, frameon=False, loc="upper left")
         for axes in grid[:, 0]:
-            axes.set_ylabel("column sum / mean")
+            axes.set_ylabel("column sum")
         for axes in grid[-1]:
             axes.set_xlabel("keys, sorted")
         figure.draw_without_rendering()
@@ -160,7 +157,7 @@ def sums_table(recorded: Sequence[CellSums], results: Results) -> Table:
             filters.append(filter_of(each.cell.attention))
     header = (*map(axis_label, results.axes), "attention", "layer", "runs", "epochs", "first", "last", "change")
     header = (*header, "95 % t interval", "column error at the last")
-    note = "Mean distance of a column's sum from the mean of the sums, over that mean: 0 for a doubly stochastic map."
+    note = "Mean distance of a column's sum from what a doubly stochastic map would have, over that: 0 for such a map."
     return Table("How uneven the column sums are", header, tuple(rows), note, filters=tuple(filters))
 
 

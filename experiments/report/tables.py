@@ -191,7 +191,7 @@ def cells_csv(results: Results) -> str:
     header = [*results.axes, "attention", "n_iters", "options", "measure", "n", "diverged", "low_runs", "left_out"]
     header += ["taken_from", "best", "median", "mean", "worst", "std"]
     rows = []
-    for measure in Measure:
+    for measure in results.measures:
         for cell in results.cells:
             shown = results.shown(cell, measure)
             summary = shown.summary
