@@ -25,6 +25,7 @@ from ..config import origin
 from ..errors import RunError
 from ..files import explain_full_disk
 from . import fairseq_command as command
+from .columns import ColumnLog
 from .fairseq_events import improves, read_event
 from .recorder import Row, RunLog, close_loggers, make_loggers
 from .run_dir import RunDir, process_rank, train_command
@@ -177,7 +178,9 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
         initial, rate = origin_of(config)
     begun = {**config, "optimizer": {**config["optimizer"], "lr": rate}}
     words = command.arguments(begun, run.checkpoints, initial)
+    recorded = config["columns"]
     settings = {
+        "columns": {**recorded, "epochs": config["trainer"]["max_epochs"]} if recorded["every"] is not None else None,
         "keep_initial": initial is not None,
         "every_n_steps": config["trainer"]["checkpoint_every_n_steps"],
         "deterministic": config["trainer"]["deterministic"],
@@ -269,6 +272,7 @@ def _code(signum: int) -> int:
 def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Config, run: RunDir) -> None:
     """Writes what the training tells, until it has ended."""
     epochs, step = config["trainer"]["max_epochs"], 0
+    sums = ColumnLog(run.path)
     columns = (TextColumn("epoch {task.completed:.1f}/{task.total}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not _bar(config)) as progress:
         bar = progress.add_task("", total=epochs)
@@ -288,10 +292,13 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
                     print(f"goes on from epoch {event['epoch']}, step {step}", file=sys.stderr)
                 loggers += make_loggers(config, run.path, run.hash, step)
                 log.begin([row for entry in event["history"] for row in _rows(entry, log.split)], loggers)
+                if config["columns"]["every"] is not None:
+                    sums.begin_with(event["columns"], loggers)
             elif event["event"] == "epoch" and log is not None:
                 step = event["step"]
                 for row in _rows(event, log.split):
                     log.add(row, loggers)
+                sums.add(event["columns"], loggers)
                 log.add_timing(event["epoch"], step, epochs, event["seconds"], event["samples"])
                 progress.update(bar, completed=event["epoch"])
     if child.signal and child.process.wait() != 0:

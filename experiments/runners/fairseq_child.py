@@ -33,6 +33,8 @@ from fairseq.trainer import Trainer
 from fairseq_cli import train as program  # type: ignore[import-untyped]
 
 from ..files import sync_folder, write_atomic
+from .column_rows import Row, due
+from .fairseq_columns import record_columns
 from .fairseq_events import (
     FairseqError,
     emit,
@@ -69,6 +71,8 @@ class Settings:
         threads: of torch, None leaves them to torch.
         keep_initial: evaluate and keep the weights that the training begins with, as epoch 0.
         restart_epoch: begin the epoch of the checkpoint anew.
+        columns: `every` so many of `epochs` epochs the column sums of `samples` sentences are recorded; None records
+            nothing.
     """
 
     every_n_steps: int | None = None
@@ -76,6 +80,7 @@ class Settings:
     threads: int | None = None
     keep_initial: bool = False
     restart_epoch: bool = False
+    columns: dict[str, int] | None = None
 
 
 class Stopped(BaseException):
@@ -90,8 +95,8 @@ class Saver:
 
     best: float
 
-    def __init__(self, history: list[dict[str, Any]]) -> None:
-        self.history = history
+    def __init__(self, history: list[dict[str, Any]], columns: list[Row]) -> None:
+        self.history, self.columns = history, columns
 
     def __call__(self, cfg: Any, trainer: Trainer, epoch_itr: Any, value: float | None) -> str | None:
         before = getattr(self, "best", None)
@@ -103,6 +108,8 @@ class Saver:
             return None
         folder = Path(cfg.save_dir)
         extra = {"train_iterator": epoch_itr.state_dict(), "val_loss": value, "history": self.history}
+        if self.columns:
+            extra["columns"] = self.columns
         if hasattr(self, "best"):
             extra["best"] = self.best
         trainer.save_checkpoint(str(folder / NEW), extra)
@@ -140,7 +147,8 @@ class Training:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.history: list[dict[str, Any]] = []
-        self.saver = Saver(self.history)
+        self.columns: list[Row] = []
+        self.saver = Saver(self.history, self.columns)
         self.signal = 0
         self.saved_step = 0
         self.samples = 0
@@ -230,11 +238,12 @@ class Training:
         train = numbers(metrics.get_smoothed_values("train"))
         row = {"epoch": epoch_itr.epoch, "step": trainer.get_num_updates(), "train": {**train, "lr": trainer.get_lr()}}
         self.history.append(row)  # now, because the checkpoint holds it; `valid_stats` completes it
+        columns = self._record_columns(trainer, epoch_itr.epoch)
         outcome = self._validate_and_save(cfg, trainer, task, epoch_itr, subsets, True)
         if distributed_utils.is_master(cfg.distributed_training):
             seconds = time.perf_counter() - self.start
             world = trainer.data_parallel_world_size
-            emit("epoch", **row, seconds=seconds, samples=self.samples * world)
+            emit("epoch", **row, columns=columns, seconds=seconds, samples=self.samples * world)
         if stopping := self._any(trainer, self.signal):
             raise Stopped(stopping)
         return outcome
@@ -249,6 +258,9 @@ class Training:
         extra, epoch_itr = self._load(cfg, trainer, **more)
         if resumes:
             self.history[:] = extra["history"]
+            self.columns[:] = extra.get("columns", [])
+        else:
+            self._record_columns(trainer, 0)
         if restart:
             epoch_itr = trainer.get_train_iterator(extra["train_iterator"]["epoch"], load_dataset=False, **more)
             trainer.lr_step(epoch_itr.epoch)
@@ -260,8 +272,19 @@ class Training:
             trainer.save_checkpoint(str(Path(cfg.save_dir) / INITIAL), begin)
         master = distributed_utils.is_master(trainer.cfg.distributed_training)
         if master:
-            emit("started", step=trainer.get_num_updates(), epoch=epoch_itr.next_epoch_idx, history=self.history)
+            known = {"history": self.history, "columns": self.columns}
+            emit("started", step=trainer.get_num_updates(), epoch=epoch_itr.next_epoch_idx, **known)
         return extra, epoch_itr
+
+    def _record_columns(self, trainer: Trainer, epoch: int) -> list[Row]:
+        """The lines of this epoch, on the first process, where they are asked for; they go into the checkpoint too."""
+        asked = self.settings.columns
+        master = distributed_utils.is_master(trainer.cfg.distributed_training)
+        if asked is None or not master or not due(epoch, asked["every"], asked["epochs"]):
+            return []
+        rows = record_columns(trainer, trainer.cfg.dataset.valid_subset.split(",")[0], asked["samples"], epoch)
+        self.columns += rows
+        return rows
 
 
 def train_process(cfg: Any, settings: dict[str, Any]) -> None:

@@ -19,7 +19,8 @@ from experiments.data.base import SampleKey
 from experiments.errors import RunError
 from experiments.evaluate import load_run
 from experiments.runners import classifier
-from experiments.runners.columns import ColumnLog, column_rows, due, read_rows
+from experiments.runners.column_rows import column_rows, due
+from experiments.runners.columns import ColumnLog, read_rows
 from experiments.runners.run_dir import run_hash
 
 DROPOUT = ("attention=sinkhorn", "attention.n_iters=3", "+model.drop_rate=0.2", "data.max_shift=2")
