@@ -25,7 +25,8 @@ def knn(
     square. Differences are taken before squaring, so that close points of a far-away cloud keep their order.
 
     Args:
-        query_points: (B, n, d), floating. A query that is one of the points has itself as first neighbour.
+        query_points: (B, n, d), floating. A query that is one of the points has itself as first neighbour, or an
+            earlier double.
         points: (B, m, d).
         k: number of neighbours, 1 <= k <= m.
         mask: (B, m), boolean, True = a real point; only these are neighbours. Where a cloud has fewer than k, the
@@ -33,7 +34,8 @@ def knn(
         block_elements: size of the block of distances.
 
     Returns:
-        Indices into `points`, (B, n, k), int64. Equally near points come in no particular order.
+        Indices into `points`, (B, n, k), int64. Of equally near points the lower index comes first, so that a padded
+        cloud has the neighbours of the cloud alone.
 
     Raises:
         ValueError: says which argument has the wrong shape or dtype, or that there are fewer points than k.
@@ -55,9 +57,20 @@ def knn(
 def _nearest(queries: Tensor, points: Tensor, k: int, mask: Tensor | None) -> Tensor:
     """One block of `knn`."""
     distances = torch.cdist(queries, points, compute_mode="donot_use_mm_for_euclid_dist")
+    if distances.dtype == torch.float32:
+        # The bits of a distance, read as an integer, with the index below them: topk decides no tie by chance, and
+        # costs a quarter of a stable sort.
+        index = torch.arange(points.shape[1], device=points.device)
+        keys = (distances.view(torch.int32).to(torch.int64) << 32) | index
+        if mask is not None:
+            keys = keys.masked_fill(~mask.unsqueeze(1), torch.iinfo(torch.int64).max)
+        nearest = keys.topk(k, largest=False).indices
+    else:
+        if mask is not None:
+            distances = distances.masked_fill(~mask.unsqueeze(1), torch.inf)
+        nearest = distances.sort(dim=-1, stable=True).indices[..., :k]
     if mask is None:
-        return distances.topk(k, largest=False).indices
-    nearest = distances.masked_fill(~mask.unsqueeze(1), torch.inf).topk(k, largest=False).indices
+        return nearest
     surplus = torch.arange(k, device=mask.device) >= mask.sum(-1, keepdim=True)
     return torch.where(surplus.unsqueeze(1), nearest[..., :1], nearest)
 
@@ -89,8 +102,10 @@ def farthest_point_sample(
     points = points.masked_fill(~valid.unsqueeze(-1), 0.0)
     count = valid.sum(1, keepdim=True)
     if generator is None:
-        centroid = points.sum(1, keepdim=True) / count.clamp(min=1).unsqueeze(-1)
-        chosen = (points - centroid).square().sum(-1).masked_fill(~valid, -1.0).argmax(1)
+        # In float64, where padding does not change the sum's rounding: lattices have many equal distances.
+        exact = points.double()
+        centroid = exact.sum(1, keepdim=True) / count.clamp(min=1).unsqueeze(-1)
+        chosen = (exact - centroid).square().sum(-1).masked_fill(~valid, -1.0).argmax(1)
     else:  # the rank among the real points is drawn, so that padding does not move the start
         rank = (torch.rand(batch, 1, generator=generator, dtype=torch.float64).to(points.device) * count).long()
         chosen = (valid & (valid.cumsum(1) == rank + 1)).int().argmax(1)
