@@ -1,6 +1,5 @@
 """Which runs a command is about: the words of a sweep, or a submission, and the jobs that were submitted for them."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from experiments.config import CONFIGS, compose
 from experiments.errors import RunError
 
+from .cluster import split
 from .submission import Submission, Task, read_events, record_event, submissions
 from .sweep import plan
 
@@ -71,7 +71,7 @@ def select(words: Sequence[str]) -> list[SelectedRun]:
     if names and len(overrides) > len(paths):
         raise RunError(f"{names[0]} names a submission and {overrides[0]} a sweep: give one or the other")
     if len(overrides) > len(paths):
-        planned = plan([word for word in overrides if not _of_the_cluster(word)])
+        planned = plan(split(overrides)[1])
         tasks = _by_hash(submissions(Path(planned[0].config["paths"]["runs"])))
         return [
             SelectedRun(run.run.path, tuple(tasks.get(run.run.hash[:8], ())), run.config["trainer"]["max_epochs"])
@@ -93,10 +93,6 @@ def runs_folder(overrides: Sequence[str] = ()) -> Path:
     """The folder of all runs: `paths.runs` of the configuration, which is the same for every experiment."""
     experiment = min(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
     return Path(compose([f"experiment={experiment}", *overrides]).paths.runs)
-
-
-def _of_the_cluster(word: str) -> bool:
-    return re.match(r"\+{0,2}cluster[.=@]", word) is not None
 
 
 def _by_hash(known: Sequence[Submission]) -> dict[str, list[SubmittedRun]]:
