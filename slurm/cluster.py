@@ -11,7 +11,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import CONFIGS, composing
@@ -25,8 +25,8 @@ from .queue import run
 class ClusterConfig:
     """Section `cluster`; configs/cluster/default.yaml says what each key is."""
 
-    partition: str | None = None
-    account: str | None = None
+    partition: str | None = MISSING
+    account: str | None = MISSING
     qos: str | None = None
     constraint: str | None = None
     nodes: int = 1
@@ -88,6 +88,8 @@ def cluster_config(words: Sequence[str]) -> ClusterConfig:
     ConfigStore.instance().store(name="cluster_shape", node=_Shape)
     local = override("", f"file://{CONFIGS / 'local'}")[1:]
     further = [f"hydra.searchpath=[{local}]"] if (CONFIGS / "local").is_dir() else []
+    # These two take any key; to Hydra that is an addition.
+    words = [f"++{word}" if re.match(r"cluster\.(environment|sbatch)[.=]", word) else word for word in words]
     try:
         with composing():
             config = hydra.compose("cluster", overrides=[*further, *words]).cluster
