@@ -5,4 +5,4 @@ A figure is a module of this package with `TITLE`, a sentence; `add_options(pars
 """
 
 #: The figures, in the order of the paper; each is a module of this package.
-NAMES = ("normalizations", "convergence")
+NAMES = ("normalizations", "column_sums", "convergence")

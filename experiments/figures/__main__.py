@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             progress.add_task(f"drawing {options.name}", total=None)
             drawn = load(options.name).draw(options)
-            paths = write(drawn, options.name, options.out)
+            paths = write(drawn, drawn.name or options.name, options.out)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -43,12 +43,14 @@ class Drawn:
         header: names of the columns of its numbers.
         rows: the numbers, as many entries in each row as there are columns.
         words: what it shows, measured, in a sentence or a few.
+        name: of its files, where it is not the figure's.
     """
 
     figure: Figure
     header: tuple[str, ...]
     rows: Sequence[Sequence[object]]
     words: str
+    name: str | None = None
 
 
 @contextmanager
