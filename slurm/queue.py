@@ -93,7 +93,8 @@ def read_queue(users: Collection[str] = ()) -> dict[str, Job]:
         if len(cells) < len(_SQUEUE_FIELDS):
             continue
         base, tasks, state, restarts, nodes, reason = cells[: len(_SQUEUE_FIELDS)]
-        for identifier in expand(f"{base}_{tasks}" if tasks not in ("", "N/A") else base):
+        # Versions differ in whether the first field is the array's id or the task's.
+        for identifier in expand(base if "_" in base or tasks in ("", "N/A") else f"{base}_{tasks}"):
             count = int(restarts) if restarts.isdigit() else 0
             jobs[identifier] = Job(identifier, state, count, nodes, "" if reason == "None" else reason)
     return jobs
@@ -113,11 +114,14 @@ def read_accounts(job_ids: Collection[str]) -> dict[str, Job]:
         which = f"--jobs={','.join(ids[start : start + AT_ONCE])}"
         form = f"--format={','.join(_SACCT_FIELDS)}"
         try:
-            text = run(["sacct", "--noheader", "--parsable2", "--allocations", "--array", which, form])
+            text = run(["sacct", "--noheader", "--parsable2", "--allocations", which, form])
         except SlurmTimeoutError:
             raise
-        except SlurmError:  # "Slurm accounting storage is disabled", in as many wordings as there are versions
-            return {}
+        except SlurmError as error:
+            # "Slurm accounting storage is disabled", or the database is down: the queue and the run cards remain.
+            if re.search(r"accounting|slurmdbd|database", str(error), re.IGNORECASE):
+                return {}
+            raise
         for line in text.splitlines():
             identifier, state, nodes, code = line.split("|")[: len(_SACCT_FIELDS)]
             state, _, by = state.partition(" ")  # "CANCELLED by 1000"

@@ -130,8 +130,7 @@ def _judge(
     folder: Path, attempts: list[dict[str, Any]], task: SubmittedRun | None, job: Job | None, asked: bool
 ) -> tuple[str, str]:
     last = attempts[-1] if attempts else None
-    # An attempt from before the submission says nothing of the job.
-    if last is not None and task is not None and _time(last["started"]) < _time(task.submission.created):
+    if last is not None and task is not None and not _is_of(last, task):
         last = None
     wrote = last["state"] if last is not None else None
     message = (last or {}).get("message") or ""
@@ -157,6 +156,13 @@ def _judge(
             return "failed", line or why or f"SLURM says {end}, and the job's log nothing"
     killed = why or "ended without a word: killed, perhaps for memory"
     return "lost", _ENDS.get(end or "", f"{killed} (SLURM says {end}, {job.reason})" if job and job.reason else killed)
+
+
+def _is_of(attempt: dict[str, Any], task: SubmittedRun) -> bool:
+    """Whether an attempt is one of this job; another one's says nothing of it."""
+    if attempt.get("slurm"):
+        return attempt["slurm"]["job"] == task.job_id
+    return _time(attempt["started"]) >= _time(task.submission.created)
 
 
 def _judge_alive(job: Job, wrote: str | None, message: str, event: dict[str, Any]) -> tuple[str, str]:

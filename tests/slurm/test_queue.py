@@ -37,6 +37,15 @@ def test_the_queue_by_task(slurm, monkeypatch):
     assert "SQUEUE_" not in slurm.environment("squeue")
 
 
+def test_either_form_of_an_array_in_the_queue(slurm):
+    """SLURM 22.05 prints the task's id where its manual says the array's."""
+    slurm.queue(("12_3", "RUNNING", 0, "None"))
+    line = (slurm.folder / "squeue.out").read_text()
+    assert list(read_queue()) == ["12_3"]
+    slurm.answers("squeue", line.replace(f"{'12':24}|", f"{'12_3':24}|"))
+    assert list(read_queue()) == ["12_3"]
+
+
 def test_jobs_that_left_the_queue_are_looked_up_in_the_accounts(slurm):
     slurm.queue(("12_0", "RUNNING", 0, "None"))
     slurm.accounts(("12_0", "RUNNING"), ("12_1", "NODE_FAIL"), ("12_2", "CANCELLED by 1000"), ("12_[5-6]", "PENDING"))
@@ -49,8 +58,14 @@ def test_jobs_that_left_the_queue_are_looked_up_in_the_accounts(slurm):
 def test_without_accounts(slurm):
     slurm.queue(("12_0", "RUNNING", 0, "None"))
     assert list(read_jobs(["12_0", "12_1"])) == ["12_0"]
-    (slurm.folder / "sacct").unlink()
-    assert list(read_jobs(["12_0", "12_1"])) == ["12_0"]
+
+
+def test_what_sacct_objects_to_is_not_taken_for_an_empty_list(slurm):
+    slurm.answers("sacct", err="sacct: error: Problem talking to the database: Connection refused\n", code=1)
+    assert read_accounts(["12"]) == {}
+    slurm.answers("sacct", err="sacct: unrecognized option '--array'\n", code=1)
+    with pytest.raises(SlurmError, match="unrecognized option"):
+        read_accounts(["12"])
 
 
 def test_a_controller_that_does_not_answer(slurm, monkeypatch):

@@ -125,6 +125,16 @@ def test_what_an_earlier_submission_left_says_nothing_of_the_new_job(slurm, swee
     assert first(capsys, sweep) == ("starting", "goes on from epoch 3")
 
 
+def test_an_attempt_knows_its_job_whatever_the_clocks_say(slurm, sweep, capsys):
+    sweep.submit(ARRAY)
+    jobs = [{"job": f"{ARRAY}_0", "restart": 0, "nodes": "node1"}, {"job": "99", "restart": 0, "nodes": "node1"}]
+    slurm.queue((f"{ARRAY}_0", "RUNNING", 0, "None"))
+    sweep.write(0, sweep.attempt("running", start=-5, slurm=jobs[0]))
+    assert first(capsys, sweep)[0] == "running"
+    sweep.write(0, sweep.attempt("failed", start=5, slurm=jobs[1]))
+    assert first(capsys, sweep)[0] == "starting"
+
+
 def test_a_job_that_is_alive_speaks_before_a_newer_one_that_is_not(slurm, sweep, capsys):
     sweep.submit("100", "20261129-140000-00000000")
     sweep.submit(ARRAY)
