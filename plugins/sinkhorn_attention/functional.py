@@ -1,6 +1,7 @@
 """The operator: `sinkhorn` and `sinkhorn_attention`, their argument checks and the choice of backend."""
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
 from .reference import sinkhorn_attention_reference
 
 BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
-BUILT_BACKENDS = ("reference", "dense")
+BUILT_BACKENDS = ("reference", "dense", "triton")
 GRADIENTS = ("unrolled", "detached", "implicit")
 BUILT_GRADIENTS = ("unrolled", "detached", "implicit")
 
@@ -80,7 +81,7 @@ def sinkhorn_attention(
         gradient: "unrolled" is the exact derivative of the half-steps; "detached" takes the column potential for a
             constant, as the published sentiment code does; "implicit" is the derivative at convergence, whatever the
             backend (see implicit.py; a backward pass on the CPU raises where the half-steps have not converged).
-        backend: "auto", "reference" or "dense"; "streaming" and "triton" are not built yet.
+        backend: "auto", "reference", "dense" or "triton" (CUDA devices, up to 256 keys); "streaming" is not built yet.
 
     Returns:
         (..., n, d_v) in the promoted dtype of the inputs; 0 at masked queries.
@@ -116,6 +117,8 @@ def sinkhorn_attention(
     if backend == "reference":
         return in_reference(query, key, value, n_iters, scale, gradient, *masks, dropout_p)
     refuse_transforms(query, key, value, attn_bias)
+    if backend == "triton":
+        return in_triton(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p)
     output = dense_attention(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p)[0]
     return output.to(dtype)
 
@@ -143,6 +146,20 @@ def in_reference(
             *tokens, n_iters, scale, bias, query_mask, key_mask, dropout_mask, gradient
         )
     return output.to(query.dtype)
+
+
+def in_triton(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
+    """Runs the Triton engine, which is imported at its first use, or says what it needs and did not get."""
+    try:
+        from .triton import refusal, triton_attention
+    except ImportError:
+        raise NotImplementedError(
+            "backend='triton' needs the triton package, which comes with torch on Linux; use backend='dense'"
+        ) from None
+    needs = refusal(query.device, query.dtype, key.shape[-2], query.shape[-1], value.shape[-1])
+    if needs is not None:
+        raise NotImplementedError(f"backend='triton' needs {needs}; use backend='auto' or 'dense'")
+    return triton_attention(query, key, value, *arguments)[0]
 
 
 def refuse_transforms(*tensors: Tensor | None) -> None:

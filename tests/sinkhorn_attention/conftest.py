@@ -30,22 +30,30 @@ class Outcome(NamedTuple):
     attn_bias: Tensor | None
 
 
-def solve(problem: Problem, backend: str, dtype: torch.dtype) -> Outcome:
+def solve(problem: Problem, backend: str, dtype: torch.dtype, device: str = "cpu") -> Outcome:
     """Runs the problem forward and backward in `dtype`, with the same dropout mask whatever the backend."""
-    options = dict(problem.options)
-    inputs = [tensor.to(dtype).requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
+    options = {
+        name: option.to(device) if isinstance(option, Tensor) else option for name, option in problem.options.items()
+    }
+    tokens = problem.query, problem.key, problem.value
+    inputs = [tensor.to(device, dtype).requires_grad_() for tensor in tokens]
     bias = options.pop("attn_bias", None)
     if bias is not None and bias.is_floating_point():
         bias = bias.to(dtype).requires_grad_()
         inputs.append(bias)
     torch.manual_seed(0)
     output = sinkhorn_attention(*inputs[:3], problem.n_iters, attn_bias=bias, backend=backend, **options)
-    gradients = torch.autograd.grad(output, inputs, problem.output_gradient.to(output.dtype))
-    return Outcome(output.detach(), *gradients[:3], gradients[3] if len(gradients) > 3 else None)
+    gradients = torch.autograd.grad(output, inputs, problem.output_gradient.to(device, output.dtype))
+    found = [tensor.cpu() for tensor in (output.detach(), *gradients)]
+    return Outcome(*found[:4], found[4] if len(found) > 4 else None)
 
 
 def assert_matches_reference(
-    problem: Problem, backend: str = "dense", dtype: torch.dtype = torch.float64, tolerance: float | None = None
+    problem: Problem,
+    backend: str = "dense",
+    dtype: torch.dtype = torch.float64,
+    tolerance: float | None = None,
+    device: str = "cpu",
 ) -> None:
     """Value and gradient against the float64 reference, to the tolerance that the dtype's arithmetic allows.
 
@@ -53,7 +61,7 @@ def assert_matches_reference(
     1e-5 |scale| |dO| max|v| max|k| (or max|q|): a saturated map's true gradient lies below the rounding of its terms.
     """
     tolerance = tolerance or {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
-    got, want = solve(problem, backend, dtype), solve(problem, "reference", torch.float64)
+    got, want = solve(problem, backend, dtype, device), solve(problem, "reference", torch.float64, device)
     scale = problem.options.get("scale") or problem.query.shape[-1] ** -0.5
     largest = {name: getattr(problem, name).double().norm(dim=-1).max() for name in ("query", "key", "value")}
     through_scores = problem.output_gradient.double().norm() * largest["value"]

@@ -1,0 +1,224 @@
+"""The Triton engine against the float64 reference, in value and gradient.
+
+On a GPU where there is one; elsewhere `test_triton.py` runs this file in a process of its own, in Triton's interpreter.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from sinkhorn_attention import sinkhorn_attention
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytest.importorskip("triton", reason="the triton package is not installed; it comes with torch on Linux")
+pytestmark = [
+    pytest.mark.skipif(
+        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
+        reason="no GPU; run by test_triton.py in Triton's interpreter",
+    ),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+]
+
+
+@pytest.fixture
+def check(matches_reference):  # type: ignore[no-untyped-def]
+    def run(problem, dtype: torch.dtype = torch.float32, tolerance: float | None = None) -> None:  # type: ignore[no-untyped-def]
+        matches_reference(problem, "triton", dtype, tolerance, DEVICE)
+
+    return run
+
+
+def tokens(n: int, m: int, *lead: int, width: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(n, width), (m, width), (m, 5)]
+    return [torch.randn(*lead, *shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("n_iters", "gradient"),
+    [*((n_iters, "unrolled") for n_iters in (1, 2, 3, 4, 5, 12, 21)), *((i, "detached") for i in (1, 2, 3, 4))],
+)
+def test_counts_of_half_steps(make_problem, check, n_iters: int, gradient: str) -> None:
+    check(make_problem(7, 9, n_iters, lead=(1,), gradient=gradient))
+
+
+@pytest.mark.parametrize(("n", "m", "width", "value_width"), [(1, 1, 8, 5), (70, 3, 1, 17), (19, 130, 24, 8)])
+@pytest.mark.parametrize("n_iters", [3, 4])
+def test_shapes(make_problem, check, n_iters: int, n: int, m: int, width: int, value_width: int) -> None:
+    """Sizes at which blocks of rows, of columns and of widths are partly filled, once and several times."""
+    check(make_problem(n, m, n_iters, lead=(1,), width=width, value_width=value_width))
+
+
+def test_leading_dimensions(make_problem, check) -> None:
+    check(make_problem(5, 6, 2, lead=()))
+    check(make_problem(5, 6, 2, lead=(2, 1, 2)))
+
+
+@pytest.mark.parametrize("n_iters", [3, 4])
+def test_masks(make_problem, check, n_iters: int) -> None:
+    """The columns' target n_valid / m_valid differs between samples; one sample has nothing."""
+    query_mask = torch.arange(20) < torch.tensor([[17], [3], [0]])
+    key_mask = torch.arange(9) >= torch.tensor([[0], [5], [9]])
+    check(make_problem(20, 9, n_iters, lead=(3,), query_mask=query_mask, key_mask=key_mask))
+    check(make_problem(20, 9, n_iters, lead=(1, 2), key_mask=torch.arange(9) > 3))
+
+
+def test_what_stands_in_the_padding_is_not_read() -> None:
+    query, key, value = tokens(20, 20, 2, 1)
+    mask = (torch.arange(20, device=DEVICE) < 13).expand(2, 1, 20)
+    masks = {"query_mask": mask, "key_mask": mask}
+    results = []
+    for garbage in (0.0, math.nan):
+        inputs = [t.masked_fill(~mask.unsqueeze(-1), garbage).requires_grad_() for t in (query, key, value)]
+        out = sinkhorn_attention(*inputs, 5, backend="triton", **masks)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty)
+        assert (dirty[..., 13:, :] == 0).all()
+    alone = [t[..., :13, :] for t in (query, key, value)]
+    torch.testing.assert_close(results[0][0][..., :13, :], sinkhorn_attention(*alone, 5, backend="triton"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_iters"), [((20, 18), 4), ((2, 1, 20, 18), 3), ((2, 20, 1), 3), ((1, 18), 4), ((18,), 3)]
+)
+def test_bias(make_problem, check, shape: tuple[int, ...], n_iters: int) -> None:
+    bias = torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    # What adds the same number to a row, or to a column, has next to no gradient: an absolute tolerance.
+    check(make_problem(20, 18, n_iters, lead=(2, 2), attn_bias=bias), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("n_iters", [3, 4])
+def test_support(make_problem, check, n_iters: int) -> None:
+    """A row and a column without support count as masked, in the counts too."""
+    keep = torch.rand(20, 18, generator=torch.Generator().manual_seed(2)) > 0.3
+    keep[4], keep[:, 7] = False, False
+    check(make_problem(20, 18, n_iters, lead=(1,), attn_bias=keep))
+    added = torch.zeros(1, 20, 18).masked_fill(~keep, -math.inf)
+    check(make_problem(20, 18, n_iters, lead=(1,), attn_bias=added.double()))
+
+
+@pytest.mark.parametrize(("n_iters", "gradient"), [(1, "unrolled"), (3, "unrolled"), (4, "unrolled"), (4, "detached")])
+def test_dropout(make_problem, check, n_iters: int, gradient: str) -> None:
+    check(make_problem(20, 18, n_iters, lead=(1,), dropout_p=0.4, gradient=gradient))
+
+
+@pytest.mark.parametrize("std", [30.0, 300.0])
+@pytest.mark.parametrize("n_iters", [4, 7])
+def test_large_scores(make_problem, check, n_iters: int, std: float) -> None:
+    """Scores up to about 1000: float32 leaves their exponentials an error of 1e-4."""
+    check(make_problem(24, 24, n_iters, lead=(1,), std=std), tolerance=1e-4)
+
+
+def test_far_rows_and_columns(make_problem, check) -> None:
+    """A column 2000 below all others has no weight that float32 could hold in any row before its own step."""
+    bias = torch.zeros(12, 12, dtype=torch.float64)
+    bias[3] -= 2000
+    bias[:, 5] -= 2000
+    check(make_problem(12, 12, 5, lead=(1,), attn_bias=bias), tolerance=2e-4)
+    query, key, value = (1e15 * t for t in tokens(12, 12))
+    assert sinkhorn_attention(query, key, value, 7, backend="triton").isfinite().all()
+
+
+NO_BFLOAT16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter takes bfloat16 products for integers")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float16, 2e-3), pytest.param(torch.bfloat16, 1.5e-2, marks=NO_BFLOAT16)]
+)
+@pytest.mark.parametrize("n_iters", [3, 4])
+def test_low_precision(make_problem, check, n_iters: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Tokens rounded to the dtype on both sides: what is left is the coupling's own rounding, once."""
+    problem = make_problem(40, 33, n_iters, lead=(1,), std=4.0, width=16)
+    rounded = [tensor.to(dtype).double() for tensor in problem[:4]]
+    check(problem._replace(**dict(zip(problem._fields[:4], rounded, strict=True))), dtype, tolerance)
+
+
+def test_nan_stays_in_its_sample() -> None:
+    query, key, value = (t.requires_grad_() for t in tokens(10, 10, 3, 1))
+    clean = sinkhorn_attention(query, key, value, 5, backend="triton")
+    expected = torch.autograd.grad(clean.square().sum(), [query, key, value])
+    with torch.no_grad():
+        query[1, :, 4, 2] = math.nan
+    out = sinkhorn_attention(query, key, value, 5, backend="triton")
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+    for got, want in zip(torch.autograd.grad(out[[0, 2]].square().sum(), [query, key, value]), expected, strict=True):
+        assert torch.equal(got[[0, 2]], want[[0, 2]])
+
+
+def test_one_sample_does_not_see_its_batch() -> None:
+    query, key, value = tokens(20, 18, 3, 1)
+    out = sinkhorn_attention(query, key, value, 5, backend="triton")
+    assert torch.equal(out[1:2], sinkhorn_attention(query[1:2], key[1:2], value[1:2], 5, backend="triton"))
+
+
+def test_inputs_of_any_layout() -> None:
+    """Heads that are views of one projection, a value shared by the heads, a gradient that is expanded."""
+    qkv = tokens(20, 20, 2, 3, width=16)[0].permute(0, 2, 1, 3).reshape(2, 20, 3, 16)
+    views = [t.transpose(1, 2) for t in (qkv, qkv.flip(1), qkv[:, :, :1])]
+    results = []
+    for backend, change in (("triton", lambda t: t), ("reference", lambda t: t.double())):
+        inputs = [change(t).detach().requires_grad_() for t in views]
+        out = sinkhorn_attention(*inputs, 3, backend=backend)
+        results.append([out, *torch.autograd.grad(out.sum(), inputs)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_operator_is_registered_soundly() -> None:
+    """Schema, fake kernel and autograd registration, as torch checks them."""
+    from sinkhorn_attention.triton import triton_attention
+
+    query, key, value = (t.requires_grad_() for t in tokens(6, 7, 2))
+    bias = torch.zeros(6, 7, device=DEVICE, requires_grad=True)
+    mask = torch.ones(2, 7, dtype=torch.bool, device=DEVICE)
+    keep = torch.ones(2, 6, 7, dtype=torch.bool, device=DEVICE)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for optional in ((None, None, None, None, 0.0), (bias, mask[:, :6], mask, keep, 0.5)):
+        torch.library.opcheck(triton_attention, (query, key, value, 3, 0.3, False, *optional), test_utils=checks)
+
+
+def test_compiled_without_a_graph_break() -> None:
+    query, key, value = (t.requires_grad_() for t in tokens(12, 10, 2, 2))
+
+    def loss(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return sinkhorn_attention(2 * query, key, value, 5, backend="triton").square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    want = torch.autograd.grad(loss(query, key, value), [query, key, value])
+    got = torch.autograd.grad(compiled(query, key, value), [query, key, value])
+    torch.testing.assert_close(compiled(query, key, value), loss(query, key, value))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU: there is nothing to synchronise with")
+def test_no_synchronisation() -> None:
+    inputs = [t.requires_grad_() for t in tokens(40, 33, 2, 2)]
+    sinkhorn_attention(*inputs, 5, backend="triton").sum().backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sinkhorn_attention(*inputs, 5, backend="triton").sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_refusals() -> None:
+    query, key, value = tokens(4, 300, 2)
+    with pytest.raises(NotImplementedError, match=r"needs at most 256 keys \(there are 300\)"):
+        sinkhorn_attention(query, key, value, backend="triton")
+    with pytest.raises(NotImplementedError, match=r"needs float16, bfloat16 or float32 .*float64"):
+        sinkhorn_attention(*(t[..., :4, :].double() for t in (query, key, value)), backend="triton")
+    with pytest.raises(NotImplementedError, match=r"heads of width 64 at most for torch.float32 \(the width is 65\)"):
+        sinkhorn_attention(*tokens(4, 5, 2, width=65), backend="triton")
+    query, key, value = (t[..., :4, :].requires_grad_() for t in (query, key, value))
+    out = sinkhorn_attention(query, key, value, backend="triton")
+    (first,) = torch.autograd.grad(out.sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"Triton backend .* cannot be differentiated again"):
+        first.sum().backward()
