@@ -6,6 +6,7 @@ is an option of fairseq, task, criterion, architecture, optimizer or scheduler, 
 list is joined by commas, a mapping is written as JSON.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "optimizer": ("name", "lr"),
     "scheduler": ("name", "milestones", "gamma"),
 }
+RESPLIT_SHARE = 0.8
 NEEDED = {"data": ("name", "folder", "task"), "model": ("arch", "criterion"), "optimizer": ("name", "lr")}
 
 
@@ -68,8 +70,7 @@ def arguments(
         "no-epoch-checkpoints": "",
         "log-format": "json",
         "log-interval": "10",
-        "valid-subset": "valid" if config["protocol"]["select_on"] == "val" else "test",
-        **{key.replace("_", "-"): value for key, value in _selection(config["protocol"]["metric"]).items()},
+        **_validation(config["protocol"]),
         **_precision(trainer),
         **_batches(config["data"], processes),
         **distributed(trainer, os.environ if environment is None else environment),
@@ -140,10 +141,15 @@ def read_manifest(data: Config) -> dict[str, Any]:
     return manifest
 
 
-def facts(manifest: Config) -> dict[str, Any]:
+def facts(manifest: Config, data: Config) -> dict[str, Any]:
     """What the run card and the result say of the data."""
     sizes = {{"valid": "val"}.get(split, split): count for split, count in manifest["sizes"].items()}
-    return {"name": manifest["name"], "split_hash": manifest["split_hash"], "sizes": sizes}
+    digest = manifest["split_hash"]
+    if data.get("resplit_seed") is not None:  # as the plugin's sentence_prediction_resplit does it
+        total = sum(sizes.values())
+        sizes = {"train": int(RESPLIT_SHARE * total), "test": total - int(RESPLIT_SHARE * total)}
+        digest = hashlib.sha256(f"{digest} {data['resplit_seed']}".encode()).hexdigest()
+    return {"name": manifest["name"], "split_hash": digest, "sizes": sizes}
 
 
 def _word(value: Any) -> str | None:
@@ -157,9 +163,13 @@ def _word(value: Any) -> str | None:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _selection(metric: str) -> dict[str, str]:
-    chosen = {"best_checkpoint_metric": metric}
-    return chosen if metric == "loss" else {**chosen, "maximize_best_checkpoint_metric": ""}
+def _validation(protocol: Config) -> dict[str, str]:
+    made = {"best-checkpoint-metric": protocol["metric"]}
+    if protocol["metric"] != "loss":
+        made["maximize-best-checkpoint-metric"] = ""
+    if protocol["select_on"] == "val":
+        return {**made, "valid-subset": "valid"}
+    return {**made, "valid-subset": "test", "ignore-unused-valid-subsets": ""}
 
 
 def _precision(trainer: Config) -> dict[str, str]:
