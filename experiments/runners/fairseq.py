@@ -171,7 +171,7 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
         SystemExit: with `INTERRUPTED` after Ctrl-C, `TERMINATED` after another signal; a checkpoint has been saved.
     """
     command.check_sections(config)
-    facts = command.facts(command.read_manifest(config["data"]))
+    facts = command.facts(command.read_manifest(config["data"]), config["data"])
     _same_data(run, facts)
     initial, rate = None, config["optimizer"]["lr"]
     if config["init_from"] is not None:
