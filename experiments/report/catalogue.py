@@ -20,11 +20,15 @@ def catalogue(folder: Path = CONFIGS / "experiment") -> list[Entry]:
     """Every experiment by name. What a file says of itself stands in the comment lines at its top."""
     found = []
     for path in sorted(folder.glob("*.yaml")):
-        lines = []
+        lines: list[str] = []
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.startswith("#"):
                 break
-            lines.append(line.lstrip("#").strip())
+            words = line.lstrip("#").strip()
+            if lines and lines[-1].endswith("\\"):  # a command that goes on
+                lines[-1] = f"{lines[-1][:-1].rstrip()} {words}"
+            else:
+                lines.append(words)
         commands = tuple(line for line in lines if line.startswith("python -m "))
         words = " ".join(line for line in lines if line not in commands and not line.startswith("@package"))
         found.append(Entry(path.stem, re.split(r"(?<=[.:])\s", words, maxsplit=1)[0].rstrip(":"), commands))

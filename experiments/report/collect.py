@@ -101,6 +101,7 @@ class Run:
         protocol: the published treatment that the experiment asks for, None for a sound one.
         quantity: what `chosen` and `last` are.
         initial: the same of the weights that the run began with, None where it began with random ones.
+        rows: what metrics.jsonl has, where the run is none of our folders; None for a folder, which has the file.
     """
 
     folder: Path
@@ -120,6 +121,7 @@ class Run:
     protocol: Protocol | None = None
     quantity: Quantity = ACCURACY
     initial: float | None = None
+    rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def path_words(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-class _Unreadable(ValueError):
+class Unreadable(ValueError):
     """What is wrong with a file, in words."""
 
 
@@ -152,11 +154,14 @@ def collect(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
     """Reads every run at or below some paths; a run that is reached twice is read once.
 
     Args:
-        paths: run folders, folders of run folders at any depth, or files in a run folder.
+        paths: run folders, folders of run folders at any depth, or files in a run folder; also wandb's offline runs, or
+            folders of them (those within a run's folder are copies of it, and are not looked at).
 
     Returns:
         The finished runs, and everything that does not count.
     """
+    from .offline import read_offline  # which needs this module
+
     runs: list[Run] = []
     problems: list[Problem] = []
     seen: set[Path] = set()
@@ -167,12 +172,17 @@ def collect(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
             if (real := folder.resolve()) in seen:
                 continue
             seen.add(real)
-            found = read_run(folder)
+            found = read_offline(folder) if is_offline(folder) else read_run(folder)
             if isinstance(found, Run):
                 runs.append(found)
             else:
                 problems.append(found)
     return runs, problems
+
+
+def is_offline(folder: Path) -> bool:
+    """Whether a folder is an offline run of wandb, as it lies in a run's `wandb/` or is collected from there."""
+    return folder.name.startswith("offline-run-") and any(folder.glob("run-*.wandb"))
 
 
 def find_runs(path: Path) -> tuple[list[Path], list[Problem]]:
@@ -196,7 +206,7 @@ def find_runs(path: Path) -> tuple[list[Path], list[Problem]]:
             folders.clear()
             continue
         visited.add(real)
-        if {RESULT, CARD, CONFIG} & set(files):
+        if {RESULT, CARD, CONFIG} & set(files) or is_offline(Path(place)):
             found.append(Path(place))
             folders.clear()
         folders[:] = [name for name in folders if name not in NOT_SEARCHED]
@@ -212,36 +222,60 @@ def read_run(folder: Path) -> Run | Problem:
         if not (folder / RESULT).exists():
             return _unfinished(folder, experiment, card)
         result = _mapping(_json(folder / RESULT), RESULT)
-        if _text(result, "hash", RESULT) != _text(card, "hash", CARD):
-            raise _Unreadable(f"{RESULT} and {CARD} belong to different runs: their hashes differ")
-        settings = _flat(_mapping(_need(card, "identity", CARD), f"identity in {CARD}"))
-        if settings.get("protocol.test") is False:
-            return Problem(folder, experiment, "untested", "finished, but protocol.test=false: no test metrics")
-        attention = settings.get("attention.name")
-        if not isinstance(attention, str):
-            raise _Unreadable(f"{CARD} has no attention.name")
-        quantity = _quantity(result)
-        return Run(
-            folder=folder,
-            experiment=experiment,
-            attention=attention,
-            seed=_whole(result, "seed", RESULT),
-            settings=settings,
-            split=_split(card),
-            chosen=_metric(result, "best", quantity),
-            last=_metric(result, "last", quantity),
-            best_epoch=_whole(_mapping(result["best"], "best"), "epoch", f"best in {RESULT}"),
-            last_epoch=_whole(_mapping(result["last"], "last"), "epoch", f"last in {RESULT}"),
-            selected_on=_text(result, "selected_on", RESULT),
-            selected_by=_text(result, "metric", RESULT),
-            finished=_finished(card),
-            card=card,
-            protocol=_protocol(folder) if experiment.endswith(OFFICIAL) else None,
-            quantity=quantity,
-            initial=_metric(result, "initial", quantity) if "initial" in result else None,
-        )
-    except _Unreadable as error:
+        return run_of(folder, card, result)
+    except Unreadable as error:
         return Problem(folder, experiment, "unreadable", str(error))
+
+
+def run_of(
+    folder: Path,
+    card: Mapping[str, Any],
+    result: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    rows: tuple[Mapping[str, Any], ...] | None = None,
+) -> Run | Problem:
+    """The run that a run card and a result tell of; a problem where it has no test metrics.
+
+    Args:
+        folder: where they were found.
+        card: the run card.
+        result: what came out.
+        config: the resolved configuration, None for that of the folder's file.
+        rows: what metrics.jsonl would have, None for that of the folder's file.
+
+    Raises:
+        Unreadable: for what is missing or makes no sense.
+    """
+    if _text(result, "hash", RESULT) != _text(card, "hash", CARD):
+        raise Unreadable(f"{RESULT} and {CARD} belong to different runs: their hashes differ")
+    experiment = _text(card, "experiment", CARD)
+    settings = _flat(_mapping(_need(card, "identity", CARD), f"identity in {CARD}"))
+    if settings.get("protocol.test") is False:
+        return Problem(folder, experiment, "untested", "finished, but protocol.test=false: no test metrics")
+    attention = settings.get("attention.name")
+    if not isinstance(attention, str):
+        raise Unreadable(f"{CARD} has no attention.name")
+    quantity = _quantity(result)
+    return Run(
+        folder=folder,
+        experiment=experiment,
+        attention=attention,
+        seed=_whole(result, "seed", RESULT),
+        settings=settings,
+        split=_split(card),
+        chosen=_metric(result, "best", quantity),
+        last=_metric(result, "last", quantity),
+        best_epoch=_whole(_mapping(result["best"], "best"), "epoch", f"best in {RESULT}"),
+        last_epoch=_whole(_mapping(result["last"], "last"), "epoch", f"last in {RESULT}"),
+        selected_on=_text(result, "selected_on", RESULT),
+        selected_by=_text(result, "metric", RESULT),
+        finished=_finished(card),
+        card=card,
+        protocol=_protocol(folder, config) if experiment.endswith(OFFICIAL) else None,
+        quantity=quantity,
+        initial=_metric(result, "initial", quantity) if "initial" in result else None,
+        rows=rows,
+    )
 
 
 def _unfinished(folder: Path, experiment: str, card: Mapping[str, Any]) -> Problem:
@@ -291,9 +325,9 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise _Unreadable(f"{path.name}: {_reason(error)}") from None
+        raise Unreadable(f"{path.name}: {_reason(error)}") from None
     except (json.JSONDecodeError, RecursionError) as error:
-        raise _Unreadable(f"{path.name} is no valid JSON ({error}): it was cut or changed") from None
+        raise Unreadable(f"{path.name} is no valid JSON ({error}): it was cut or changed") from None
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
@@ -302,27 +336,27 @@ def _reason(error: OSError | UnicodeDecodeError) -> str:
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _Unreadable(f"{where} holds {type(value).__name__} where an object belongs")
+        raise Unreadable(f"{where} holds {type(value).__name__} where an object belongs")
     return value
 
 
 def _need(mapping: Mapping[str, Any], key: str, where: str) -> Any:
     if key not in mapping:
-        raise _Unreadable(f"{where} has no {key!r}")
+        raise Unreadable(f"{where} has no {key!r}")
     return mapping[key]
 
 
 def _text(mapping: Mapping[str, Any], key: str, where: str) -> str:
     value = _need(mapping, key, where)
     if not isinstance(value, str):
-        raise _Unreadable(f"{where}: {key!r} is {value!r}, not a text")
+        raise Unreadable(f"{where}: {key!r} is {value!r}, not a text")
     return value
 
 
 def _whole(mapping: Mapping[str, Any], key: str, where: str) -> int:
     value = _need(mapping, key, where)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _Unreadable(f"{where}: {key!r} is {value!r}, not a whole number")
+        raise Unreadable(f"{where}: {key!r} is {value!r}, not a whole number")
     return value
 
 
@@ -341,12 +375,12 @@ def _metric(result: Mapping[str, Any], which: str, quantity: Quantity) -> float:
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _Unreadable(f"test of {where}: {quantity.name} is {value!r}, not a number")
+        raise Unreadable(f"test of {where}: {quantity.name} is {value!r}, not a number")
     if not math.isfinite(value):
         return math.nan
     if not 0.0 <= value <= quantity.top:
         kind = "a fraction of 1" if quantity.top == 1 else f"between 0 and {quantity.top:g}"
-        raise _Unreadable(f"test of {where}: {quantity.name} is {value!r}, not {kind}")
+        raise Unreadable(f"test of {where}: {quantity.name} is {value!r}, not {kind}")
     return float(value)
 
 
@@ -363,20 +397,21 @@ def _finished(card: Mapping[str, Any]) -> str:
     return ended if isinstance(ended, str) else ""
 
 
-def _protocol(folder: Path) -> Protocol | None:
+def _protocol(folder: Path, config: Mapping[str, Any] | None) -> Protocol | None:
     """The `report` group of the configuration: it cannot change a run's numbers, so the identity leaves it out."""
     try:
-        config = _mapping(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")), CONFIG)
+        if config is None:
+            config = _mapping(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")), CONFIG)
     except (OSError, UnicodeDecodeError) as error:
-        raise _Unreadable(f"{CONFIG}: {_reason(error)}") from None
+        raise Unreadable(f"{CONFIG}: {_reason(error)}") from None
     except yaml.YAMLError as error:
-        raise _Unreadable(f"{CONFIG} is no valid YAML ({' '.join(str(error).split())})") from None
+        raise Unreadable(f"{CONFIG} is no valid YAML ({' '.join(str(error).split())})") from None
     asked = _mapping(config.get("report") or {}, f"report in {CONFIG}")
     below, overwrite = asked.get("leave_out_below"), asked.get("overwrite_last_point", False)
     if below is not None and (isinstance(below, bool) or not isinstance(below, int | float)):
-        raise _Unreadable(f"{CONFIG}: report.leave_out_below is {below!r}, not a number")
+        raise Unreadable(f"{CONFIG}: report.leave_out_below is {below!r}, not a number")
     if not isinstance(overwrite, bool):
-        raise _Unreadable(f"{CONFIG}: report.overwrite_last_point is {overwrite!r}, neither true nor false")
+        raise Unreadable(f"{CONFIG}: report.overwrite_last_point is {overwrite!r}, neither true nor false")
     return Protocol(None if below is None else float(below), overwrite)
 
 

@@ -5,7 +5,7 @@ A metric that is no accuracy has no error: it is drawn as it is, on plain axes.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,8 +123,10 @@ def read_errors(run: Run, split: str) -> dict[int, float]:
     name, is_error = run.quantity.name, run.quantity == ACCURACY
     errors: dict[int, float] = {}
     try:
-        for line in (run.folder / METRICS).read_text(encoding="utf-8").splitlines():
-            row: Any = json.loads(line)
+        rows: Iterable[Any] = run.rows or ()
+        if run.rows is None:
+            rows = map(json.loads, (run.folder / METRICS).read_text(encoding="utf-8").splitlines())
+        for row in rows:
             if row["split"] == split:
                 value = row[name]
                 value = value if value is not None and math.isfinite(value) else 0.0

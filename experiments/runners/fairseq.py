@@ -341,10 +341,9 @@ def _sum_up(config: Config, run: RunDir, log: RunLog, loggers: list[Logger], kno
             if not log.metrics(place["epoch"], "test"):
                 row = {"epoch": place["epoch"], "step": place["step"], "split": "test", **place["test"]}
                 log.add(row, loggers)
-    close_loggers(loggers)
     for leftover in ("checkpoint_previous.pt", "checkpoint_new.pt"):
         (run.checkpoints / leftover).unlink(missing_ok=True)
-    return {
+    result = {
         "hash": run.hash,
         "experiment": config["experiment"],
         "label": config["label"],
@@ -358,6 +357,8 @@ def _sum_up(config: Config, run: RunDir, log: RunLog, loggers: list[Logger], kno
         **extra,
         **found,
     }
+    close_loggers(loggers, result)
+    return result
 
 
 def score(config: Config, checkpoints: dict[int, Path], split: str, log: Path | None = None) -> dict[str, Any]:

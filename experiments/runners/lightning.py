@@ -233,9 +233,8 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
                 recorder.add(row, plan.trainer.loggers)
             place["test"] = recorder.metrics(place["epoch"], "test")
         place["checkpoint"] = f"checkpoints/{place['checkpoint']}"
-    close_loggers(plan.trainer.loggers)
     plan.checkpoints.keep({Path(place["checkpoint"]).name for place in places.values()})
-    return {
+    result = {
         "hash": run.hash,
         "experiment": config["experiment"],
         "label": config["label"],
@@ -248,6 +247,8 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
         "metric": protocol["metric"],
         **places,
     }
+    close_loggers(plan.trainer.loggers, result)
+    return result
 
 
 def evaluate(config: Config, module: Classifier, data: DataModule, split: str, epoch: int) -> dict[str, float]:

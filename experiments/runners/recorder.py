@@ -2,8 +2,10 @@
 
 import csv
 import io
+import json
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from ..files import append_line, json_line, write_atomic
 from .classifier import Classifier
+from .run_dir import identity
 
 Row = dict[str, Any]
+PLACES = ("initial", "best", "last")
 
 
 class RunLog:
@@ -151,15 +155,46 @@ def make_loggers(config: dict[str, Any], folder: Path, digest: str, step: int) -
                 folder, name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1 if step else None
             )
         )
+        loggers[-1].hparams.update(identity(config))  # type: ignore[attr-defined]
     return loggers
 
 
-def close_loggers(loggers: list[Logger]) -> None:
-    """Writes out what loggers still hold, after the last row."""
+def close_loggers(loggers: list[Logger], result: Mapping[str, Any]) -> None:
+    """Tells the loggers what came out, and writes out what they still hold, after the last row.
+
+    The numbers of each place of the result are a run's summary in wandb, together with the result itself under `result`
+    (by which the report can read an offline run), and its metrics beside its settings in TensorBoard's table.
+
+    Args:
+        loggers: from `make_loggers`.
+        result: what result.json is to hold.
+    """
+    numbers = {
+        f"{place}/{split}/{name}": value
+        for place in PLACES
+        for split, metrics in result.get(place, {}).items()
+        if isinstance(metrics, dict)
+        for name, value in metrics.items()
+    }
     for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            epochs = {f"{place}/epoch": result[place]["epoch"] for place in PLACES if place in result}
+            logger.experiment.summary.update({**numbers, **epochs, "result": json.loads(json.dumps(result))})
+        elif isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(logger.hparams, numbers)
         logger.finalize("success")
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()
+
+
+def tags(config: dict[str, Any]) -> list[str]:
+    """A run's tags on the dashboard: normalizer, number of half-steps, and what data and model are called."""
+    attention = config["attention"]
+    found = [attention["name"], *([f"n_iters={attention['n_iters']}"] if "n_iters" in attention else [])]
+    for section in (config["data"], config["model"]):
+        name = section.get("name") or str(section.get("_target_", "")).rsplit(".", 1)[-1]
+        found += [name] if name else []
+    return [tag[:64] for tag in dict.fromkeys(found)]  # the server takes no longer ones
 
 
 def _wandb_logger(config: dict[str, Any], folder: Path, digest: str) -> WandbLogger:
@@ -171,6 +206,7 @@ def _wandb_logger(config: dict[str, Any], folder: Path, digest: str) -> WandbLog
             id=digest[:8],
             name=folder.name,
             group=config["experiment"],
+            tags=tags(config),
             project=config["wandb"]["project"],
             entity=config["wandb"]["entity"],
             config=config,

@@ -1,6 +1,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import torch
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from experiments.config import compose, resolve
+from experiments.report.collect import collect
+from experiments.report.curves import read_errors
 from experiments.runners import classifier, recorder
 
 
@@ -28,12 +32,21 @@ def kill_at(step):
     return patch
 
 
-def history(file: Path) -> list[dict]:
-    """The rows of an offline wandb run, as wandb itself reads them."""
+def records(file: Path, kind: str) -> list[dict]:
+    """The records of a kind of an offline wandb run, as wandb itself reads them."""
     tool = Path(sys.executable).with_name("wandb")
     lines = subprocess.run([tool, "leet", "inspect", "--json", file], check=True, capture_output=True, text=True).stdout
-    records = [json.loads(line) for line in lines.splitlines()]
-    return [record["history"]["item"] for record in records if record["type"] == "history"]
+    return [record[kind] for record in map(json.loads, lines.splitlines()) if record["type"] == kind]
+
+
+def history(file: Path) -> list[dict]:
+    """The rows of an offline wandb run."""
+    return [record["item"] for record in records(file, "history")]
+
+
+def summary(file: Path) -> dict:
+    """What stands in the summary of an offline wandb run in the end."""
+    return {name: value for record in records(file, "summary") for name, value in record["update"].items()}
 
 
 def as_wandb(row: dict) -> dict:
@@ -69,8 +82,46 @@ def test_loggers_do_not_change_the_numbers(runs, finished, rows):
     assert file.name == f"run-{folder.name[-8:]}.wandb"
     shown = [{name: value for name, value in row.items() if name[0] != "_"} for row in history(file)]
     assert shown == [as_wandb(row) for row in rows(folder)]
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    told = summary(file)
+    assert told["result"] == result
+    for place in ("best", "last"):
+        assert told[f"{place}/test/accuracy"] == result[place]["test"]["accuracy"]
+        assert told[f"{place}/epoch"] == result[place]["epoch"]
+    (start,) = records(file, "run")
+    assert start["run_group"] == "mnist_patches"
+    assert sorted(start["tags"]) == ["MNIST5k", "sinkformer_vit_mnist", "softmax"]
+    config = resolve(compose(["experiment=mnist_patches", "attention=sinkhorn", "attention.n_iters=3"]))
+    assert recorder.tags(config)[:2] == ["sinkhorn", "n_iters=3"]
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("val/loss")] == [4, 8, 12]
+    assert events.Scalars("best/test/accuracy")[0].value == pytest.approx(result["best"]["test"]["accuracy"])
+    assert b"model/patch_size" in b"".join(events.PluginTagToContent("hparams").values())
+
+
+def test_the_report_reads_an_offline_run(runs, finished, tmp_path):
+    """Of a run of which only the wandb folder was brought back: the same numbers, settings, split and curves."""
+    folder = runs.start("logger=wandb").folder
+    (wandb_folder,) = folder.glob("wandb/offline-run-*")
+    elsewhere = tmp_path / "collected" / wandb_folder.name
+    shutil.copytree(wandb_folder, elsewhere)
+    (here,), problems = collect([finished()])
+    assert problems == []
+    (there,), problems = collect([tmp_path / "collected"])
+    assert problems == []
+    assert there.folder == elsewhere
+    for name in ("experiment", "attention", "seed", "settings", "split", "chosen", "last", "best_epoch", "quantity"):
+        assert getattr(there, name) == getattr(here, name), name
+    assert read_errors(there, "val") == read_errors(here, "val") != {}
+    assert collect([folder])[0][0].folder == folder  # the copy within a run's folder is no second run
+    file = next(elsewhere.glob("*.wandb"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    runs_found, (problem,) = collect([elsewhere])
+    assert runs_found == []
+    assert problem.state in ("interrupted", "unreadable")
+    file.write_bytes(b"no wandb file")
+    assert collect([elsewhere])[1][0].state == "unreadable"
 
 
 def test_wandb_offline_after_two_kills(runs, finished, rows):
