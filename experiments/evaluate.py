@@ -126,7 +126,8 @@ def _by_fairseq(folder: Path, split: str, at: str, data: str | None) -> tuple[Nu
     from .runners import fairseq, fairseq_command
 
     config, result = _finished(folder, data)
-    found = fairseq_command.read_manifest(config["data"])["split_hash"]
+    facts = fairseq_command.facts(fairseq_command.read_manifest(config["data"]), config["data"])
+    found = facts["split_hash"]
     if found != result["data"]["split_hash"]:
         raise RunError(
             f"the data are not those that {folder} was trained with: their splits have the hash {found[:12]}, the "
