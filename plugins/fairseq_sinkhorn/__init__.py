@@ -8,6 +8,7 @@ from .attention import SinkhornMultiheadAttention
 from .encoder import SinkformerEncoder, SinkformerEncoderLayer
 from .options import AttentionOptions
 from .published import PublishedSentimentModel, load_published_state_dict
+from .resplit import ResplitTask
 from .sentiment import SinkformerSentimentModel
 from .translation import SinkformerModel
 
@@ -16,6 +17,7 @@ compat.allow_checkpoint_types()
 __all__ = [
     "AttentionOptions",
     "PublishedSentimentModel",
+    "ResplitTask",
     "SinkformerEncoder",
     "SinkformerEncoderLayer",
     "SinkformerModel",
