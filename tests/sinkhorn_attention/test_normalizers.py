@@ -94,6 +94,14 @@ def test_head_dim_and_num_heads_are_always_taken(name: str) -> None:
         ("unbalanced_sinkhorn", {"n_iters": -1}, "n_iters must be an integer >= 1"),
         ("unbalanced_sinkhorn", {"rho": 0.0}, "rho must be positive"),
         ("unbalanced_sinkhorn", {"rho": math.nan}, "rho must be positive"),
+        ("unbalanced_sinkhorn", {"rho": "5"}, r"'unbalanced_sinkhorn' does not take these options, {'rho': '5'}"),
+        ("esp", {"temperature": "1"}, r"'esp' does not take these options, {'temperature': '1'}"),
+        ("sigmoid", {"bias": "5"}, "bias must be a finite number, or None for -log m, got '5'"),
+        ("sigmoid", {"bias": math.nan}, "bias must be a finite number"),
+        ("sinkhorn", {"gradient": "exact"}, "gradient must be one of unrolled, detached, implicit, got 'exact'"),
+        ("sinkhorn", {"backend": "cuda"}, "backend must be one of auto, reference, .* got 'cuda'"),
+        ("sinkhorn_l2", {"gradient": None}, "gradient must be one of .* got None"),
+        ("lot", {"backend": "cuda", "head_dim": 4, "num_heads": 2}, "backend must be one of .* got 'cuda'"),
     ],
 )
 def test_refusals(name: str, options: dict[str, float], says: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import check_n_iters, sinkhorn, sinkhorn_attention
-from .base import Normalizer, register_normalizer
+from .base import Normalizer, check_engine, register_normalizer
 from .scores import attention_scores, full_precision_matmul
 
 
@@ -75,6 +75,7 @@ class LOT(Normalizer):
     ) -> None:
         super().__init__(head_dim, num_heads)
         check_n_iters(n_iters)
+        check_engine("unrolled", backend)
         if not isinstance(num_pivots, int) or num_pivots < 1:
             raise ValueError(f"num_pivots must be an integer >= 1, got {num_pivots!r}")
         if head_dim is None or num_heads is None:

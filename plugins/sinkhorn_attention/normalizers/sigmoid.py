@@ -1,5 +1,7 @@
 """Sigmoid attention: entries that know nothing of each other."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,9 @@ class Sigmoid(Normalizer):
 
     def __init__(self, bias: float | None = None, head_dim: int | None = None, num_heads: int | None = None) -> None:
         super().__init__(head_dim, num_heads)
-        self.bias = bias
+        if bias is not None and (not isinstance(bias, int | float) or not math.isfinite(bias)):
+            raise ValueError(f"bias must be a finite number, or None for -log m, got {bias!r}")
+        self.bias = None if bias is None else float(bias)
 
     def extra_repr(self) -> str:
         return "bias=-log(m)" if self.bias is None else f"bias={self.bias}"

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..functional import check_n_iters, sinkhorn, sinkhorn_attention
 from ..implicit import implicit_coupling
 from ..reference import sinkhorn_reference
-from .base import Normalizer, register_normalizer
+from .base import Normalizer, check_engine, register_normalizer
 from .scores import support_of
 
 
@@ -42,6 +42,7 @@ class Sinkhorn(Normalizer):
     ) -> None:
         super().__init__(head_dim, num_heads)
         check_n_iters(n_iters)
+        check_engine(gradient, backend)
         self.n_iters = n_iters
         self.gradient = gradient
         self.backend = backend
