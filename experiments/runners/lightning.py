@@ -57,7 +57,10 @@ def prepare(config: Config, run: RunDir) -> Plan:
     quieten()
     split, settings = config["protocol"]["select_on"], config["trainer"]
     started_by = processes(settings["devices"], settings["num_nodes"])
-    data, module = build(config)
+    data, module = build(config, None if begin is None else begin[1])
+    if begin is not None:
+        with explained("init_from", {"checkpoint": begin[0]}):
+            module.load_state_dict(read_checkpoint(begin[0])["state_dict"])
     bar = settings["progress_bar"] and sys.stderr.isatty()
     recorder = Recorder(run.path, split, config["logger"]["csv"], lines=not bar)
     checkpoints = RunCheckpoints(
@@ -188,10 +191,20 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             plan.recorder.begin(rows, loggers)
             if plan.columns is not None:
                 plan.columns.lines.begin(step, loggers)
+            if start is None and plan.config["protocol"]["initial"]:
+                _evaluate_initial(plan)
         _fit(plan, loader, None if start is None else start[0])
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         return _evaluate_and_sum_up(plan, run) if first else {}
+
+
+def _evaluate_initial(plan: Plan) -> None:
+    """Evaluates the weights that the run begins with, as epoch 0."""
+    protocol = plan.config["protocol"]
+    for split in [protocol["select_on"], *(["test"] if protocol["test"] and protocol["select_on"] != "test" else [])]:
+        metrics = evaluate(plan.config, plan.module, plan.data, split, 0)
+        plan.recorder.add({"epoch": 0, "step": 0, "split": split, **metrics}, plan.trainer.loggers)
 
 
 def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
@@ -234,6 +247,10 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
             place["test"] = recorder.metrics(place["epoch"], "test")
         place["checkpoint"] = f"checkpoints/{place['checkpoint']}"
     plan.checkpoints.keep({Path(place["checkpoint"]).name for place in places.values()})
+    if protocol["initial"]:
+        found = {split: recorder.metrics(0, split) for split in ("val", "test")}
+        initial = {"epoch": 0, "step": 0, **{split: metrics for split, metrics in found.items() if metrics}}
+        places = {"initial": initial, **places}
     result = {
         "hash": run.hash,
         "experiment": config["experiment"],
@@ -292,6 +309,7 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
         ".*does not have many workers.*",
+        ".*`srun` command is available.*",  # who starts the processes has been settled (stopping.processes)
         ".*when logging on epoch level in distributed setting.*",  # the metrics have been shared by then
         ".*your dataloader is not resumable.*",  # the sampler is put at the right batch (BatchSampler.start_at)
         ".*Checkpoint directory .* exists and is not empty.*",
