@@ -57,10 +57,7 @@ def prepare(config: Config, run: RunDir) -> Plan:
     quieten()
     split, settings = config["protocol"]["select_on"], config["trainer"]
     started_by = processes(settings["devices"], settings["num_nodes"])
-    data, module = build(config, None if begin is None else begin[1])
-    if begin is not None:
-        with explained("init_from", {"checkpoint": begin[0]}):
-            module.load_state_dict(read_checkpoint(begin[0])["state_dict"])
+    data, module = build(config)
     bar = settings["progress_bar"] and sys.stderr.isatty()
     recorder = Recorder(run.path, split, config["logger"]["csv"], lines=not bar)
     checkpoints = RunCheckpoints(
@@ -100,7 +97,16 @@ def prepare(config: Config, run: RunDir) -> Plan:
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
+        if trainer.world_size > 1 and trainer.strategy.root_device.type == "cpu" and _has_batch_norm(module):
+            raise ValueError(
+                "the model has batch normalisation, whose statistics torch shares among GPUs but not among processes "
+                "on CPUs: take trainer.devices=1 and trainer.num_nodes=1 there"
+            )
     return Plan(config, data, module, trainer, recorder, checkpoints, columns)
+
+
+def _has_batch_norm(module: torch.nn.Module) -> bool:
+    return any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules())
 
 
 def build(config: Config) -> tuple[DataModule, Classifier]:
@@ -191,20 +197,10 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             plan.recorder.begin(rows, loggers)
             if plan.columns is not None:
                 plan.columns.lines.begin(step, loggers)
-            if start is None and plan.config["protocol"]["initial"]:
-                _evaluate_initial(plan)
         _fit(plan, loader, None if start is None else start[0])
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         return _evaluate_and_sum_up(plan, run) if first else {}
-
-
-def _evaluate_initial(plan: Plan) -> None:
-    """Evaluates the weights that the run begins with, as epoch 0."""
-    protocol = plan.config["protocol"]
-    for split in [protocol["select_on"], *(["test"] if protocol["test"] and protocol["select_on"] != "test" else [])]:
-        metrics = evaluate(plan.config, plan.module, plan.data, split, 0)
-        plan.recorder.add({"epoch": 0, "step": 0, "split": split, **metrics}, plan.trainer.loggers)
 
 
 def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
@@ -247,10 +243,6 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
             place["test"] = recorder.metrics(place["epoch"], "test")
         place["checkpoint"] = f"checkpoints/{place['checkpoint']}"
     plan.checkpoints.keep({Path(place["checkpoint"]).name for place in places.values()})
-    if protocol["initial"]:
-        found = {split: recorder.metrics(0, split) for split in ("val", "test")}
-        initial = {"epoch": 0, "step": 0, **{split: metrics for split, metrics in found.items() if metrics}}
-        places = {"initial": initial, **places}
     result = {
         "hash": run.hash,
         "experiment": config["experiment"],
