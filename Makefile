@@ -4,7 +4,7 @@ export PYTHON
 QUIET_THREADS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 WORKERS = $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
-.PHONY: setup demo demo-points demo-text test lint
+.PHONY: setup demo demo-points demo-text test test-slurm lint bench
 
 setup:
 	@./setup.sh
@@ -18,10 +18,19 @@ demo-points: setup
 demo-text: setup
 	@.venv/bin/python -m experiments.demo movie_sentences
 
+# Times and memory against the peers; CSV files and a figure in runs/benchmarks. On an idle machine.
+bench: setup
+	@.venv/bin/python -m experiments.benchmarks
+
 # fairseq changes logging, Hydra and torch for the whole process when it is imported: its tests have processes of their own.
 test: setup
-	$(QUIET_THREADS) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/fairseq_sinkhorn
+	$(QUIET_THREADS) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/fairseq_sinkhorn --ignore=tests/slurm/cluster
 	$(QUIET_THREADS) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/fairseq_sinkhorn
 
+# On a real SLURM of two nodes, which slurm/dev_cluster brings up on this machine: Debian, as root.
+test-slurm: setup
+	@trap slurm/dev_cluster/down EXIT && exported=$$(slurm/dev_cluster/up) && eval "$$exported" && \
+		$(QUIET_THREADS) .venv/bin/python -m pytest tests/slurm/cluster
+
 lint: setup
-	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy plugins experiments
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy plugins experiments slurm
