@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .config import compose, resolve
 from .errors import RunError
@@ -165,7 +165,8 @@ def _progress(console: Console) -> Progress:
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f} epochs"),
     )
-    return Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    return Progress(*columns, *times, console=console, disable=not console.is_terminal)
 
 
 def _bars(progress: Progress, waiting: Iterable[Job]) -> dict[str, TaskID]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.console import Console
+from rich.progress import track
 
 from .errors import RunError
 from .runners.run_dir import read_config
@@ -48,7 +50,9 @@ class Candidate:
 def read_trials(folder: Path) -> list[Trial]:
     """The finished runs of a folder."""
     trials = []
-    for result in sorted(folder.glob("*/result.json")):
+    console = Console(stderr=True)
+    results = sorted(folder.glob("*/result.json"))
+    for result in track(results, "runs", console=console, transient=True, disable=not console.is_terminal):
         config = read_config(result.parent)
         lines = (result.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [row for row in map(json.loads, lines) if row["split"] == "val"]

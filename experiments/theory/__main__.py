@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -58,13 +59,18 @@ def _main(words: list[str], console: Console) -> int:
     modules = [load(name) for name in names]
     prepared = [parse(options_of(module), words[1:], name) for name, module in zip(names, modules, strict=True)]
     rows: list[tuple[str, Statement]] = []
-    for name, module, options in zip(names, modules, prepared, strict=True):
-        start = time.perf_counter()
-        result = module.run(options)
-        seconds = time.perf_counter() - start
-        folder = write(result, name, module.TITLE, options, seconds)
-        print(f"{name}: {seconds:.1f} s, {folder}", file=sys.stderr, flush=True)
-        rows += [(name, statement) for statement in result.statements]
+    bar_console = Console(stderr=True)
+    with Progress(console=bar_console, transient=True, disable=not bar_console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(names))
+        for name, module, options in zip(names, modules, prepared, strict=True):
+            progress.update(bar, description=name)
+            start = time.perf_counter()
+            result = module.run(options)
+            seconds = time.perf_counter() - start
+            folder = write(result, name, module.TITLE, options, seconds)
+            print(f"{name}: {seconds:.1f} s, {folder}", file=sys.stderr, flush=True)
+            rows += [(name, statement) for statement in result.statements]
+            progress.advance(bar)
     console.print(as_table(rows))
     failed = [statement for _, statement in rows if statement.holds is False]
     open_questions = sum(statement.holds is None for _, statement in rows)
