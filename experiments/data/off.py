@@ -44,6 +44,8 @@ def read_off(content: bytes, name: str) -> trimesh.Trimesh:
         vertex_count, face_count = (int(word) for word in lines[0].split()[:2])
     except (IndexError, ValueError):
         raise OffError(f"{name}: no counts of vertices and faces after the word OFF") from None
+    if vertex_count < 0 or face_count < 0:
+        raise OffError(f"{name}: {vertex_count} vertices and {face_count} faces are announced")
     if len(lines) < 1 + vertex_count + face_count:
         raise OffError(
             f"{name}: cut off: {vertex_count} vertices and {face_count} faces are announced, "
@@ -55,7 +57,7 @@ def read_off(content: bytes, name: str) -> trimesh.Trimesh:
     text = "\n".join(["OFF", f"{vertex_count} {len(triangles)} 0", *lines[1 : 1 + vertex_count], *triangles])
     try:
         parsed = load_off(io.StringIO(text))
-    except (ValueError, IndexError, TypeError) as error:
+    except (ValueError, IndexError, TypeError, OverflowError) as error:
         raise OffError(f"{name}: {error}") from error
     if not np.isfinite(parsed["vertices"]).all():
         raise OffError(f"{name}: a vertex has a coordinate that is not finite")
@@ -84,6 +86,8 @@ def _fan(face: str, name: str) -> list[str]:
         corners = words[1 : 1 + int(words[0])]
     except ValueError:
         raise OffError(f"{name}: a face begins with {words[0]!r} instead of its number of corners") from None
+    if int(words[0]) < 0:
+        raise OffError(f"{name}: a face begins with {words[0]!r} instead of its number of corners")
     if len(corners) < int(words[0]):
         raise OffError(f"{name}: cut off: a face of {words[0]} corners lists {len(corners)}")
     return [f"3 {corners[0]} {corners[i]} {corners[i + 1]}" for i in range(1, len(corners) - 1)]

@@ -74,6 +74,10 @@ def test_polygons_of_all_sizes_become_fans():
         (f"OFF\n4 4 0\n{V}{F}".replace("1 0 0", "nan 0 0"), "not finite"),
         (f"OFF\n4 4 0\n{V}{F}".replace("1 0 0", "1e999 0 0"), "not finite"),
         (f"OFF\n4 4 0\n{V}{F}".replace("1 0 0", "1 0", 1), "inhomogeneous"),
+        (f"OFF\n-4 4 0\n{V}{F}", "-4 vertices and 4 faces are announced"),
+        (f"OFF\n4 -1 0\n{V}{F}", "4 vertices and -1 faces are announced"),
+        (f"OFF\n4 5 0\n{V}{F}-3 1 2 3\n", "a face begins with '-3' instead of its number of corners"),
+        (f"OFF\n4 5 0\n{V}{F}3 1 2 {10**23}\n", "too large"),
     ],
 )
 def test_broken_files_are_refused_by_name(text, message):
