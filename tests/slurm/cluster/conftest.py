@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.experiments.fairseq_runs.conftest import text_data  # noqa: F401  a fixture
 from tests.slurm.cluster.sweeps import Sweep
 
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ SLOW = ("model._target_=tests.slurm.cluster.training.slow_model",)
 class Sweep:
     """Runs in a folder of their own, on the cluster and without it."""
 
-    def __init__(self, folder: Path, data: Path) -> None:
-        self.folder, self.data = folder, data
+    def __init__(self, folder: Path, data: Path, base: Sequence[str] = SMALL) -> None:
+        self.folder, self.data, self.base = folder, data, base
 
     def words(self, *more: str, runs: str = "runs") -> list[str]:
-        return [*SMALL, f"paths.runs={self.folder / runs}", f"paths.data={self.data}", *more]
+        return [*self.base, f"paths.runs={self.folder / runs}", f"paths.data={self.data}", *more]
 
     def command(self, module: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         arguments = [sys.executable, "-m", module, *words]
@@ -98,7 +98,7 @@ def until(condition: Callable[[], Any], timeout: float, words: Callable[[], str]
     return value
 
 
-def steps(run: Path) -> int:
-    """Epochs that a run has written down."""
-    file = run / "timing.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+def epochs(run: Path) -> int:
+    """The epochs that a run has evaluated."""
+    file = run / "metrics.jsonl"
+    return file.read_text().count('"split": "val"') if file.exists() else 0

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.slurm.cluster.sweeps import ROOT, SLOW, Jobs, Sweep, queue, steps, until
+from tests.experiments.fairseq_runs.conftest import SENTIMENT
+from tests.slurm.cluster.sweeps import ROOT, SLOW, Jobs, Sweep, epochs, queue, until
 
 SINKHORN = ("attention=sinkhorn", "attention.n_iters=3")
 NODE = "cluster.sbatch={{nodelist:{}}}".format
@@ -20,6 +21,12 @@ NODE = "cluster.sbatch={{nodelist:{}}}".format
 def assert_equal(run: Path, reference: Path) -> None:
     for name in ("metrics.jsonl", "result.json"):
         assert (run / name).read_bytes() == (reference / name).read_bytes(), name
+
+
+def preempt(node: str) -> None:
+    """Submits a short job that needs all of a node, on the partition that goes first."""
+    urgent = ["sbatch", "--partition=high", f"--nodelist={node}", "--exclusive", "--mem=0", "--output=/dev/null"]
+    subprocess.run([*urgent, "--time=1", "--wrap=sleep 3"], check=True, capture_output=True)
 
 
 def attempts(run: Path) -> list[dict]:
@@ -38,12 +45,11 @@ def time_limited(tmp_path_factory, data_folder):
 @pytest.mark.usefixtures("time_limited")
 def test_preempted(sweep):
     """By a job on a higher partition, in the middle of an epoch, and on the one node where both fit one at a time."""
-    words = (*SLOW, *SINKHORN, "+model.drop_rate=0.2")
+    words = (*SLOW, *SINKHORN, "+model.drop_rate=0.2", "trainer.max_epochs=5")
     jobs = sweep.submit(*words, cluster=(NODE("node2"), "cluster.environment={SLOW_STEP:'1.5'}"))
     (run,) = jobs.runs
-    until(lambda: steps(run) >= 1, 120, jobs.logs)
-    urgent = ["sbatch", "--partition=high", "--nodelist=node2", "--exclusive", "--mem=0", "--output=/dev/null"]
-    subprocess.run([*urgent, "--time=1", "--wrap=sleep 3"], check=True, capture_output=True)
+    until(lambda: epochs(run) >= 1, 120, jobs.logs)
+    preempt("node2")
     until(lambda: any(event["event"] == "requeued" for event in jobs.events()), 60, jobs.logs)
     state = sweep.status()[run.name]
     assert state["state"] == "preempted", state
@@ -92,7 +98,7 @@ def test_failures_are_told_and_made_good(sweep):
     by_words = {tuple(task["overrides"][-2:]): Path(task["folder"]) for task in jobs.content["tasks"]}
     killed, raising = by_words["+model.raises_at=null", "seed=0"], by_words["+model.raises_at=5", "seed=0"]
     other = by_words["+model.raises_at=null", "seed=1"]
-    until(lambda: all(steps(run) for run in by_words.values()), 180, jobs.logs)  # four slots: all run at once
+    until(lambda: all(epochs(run) for run in by_words.values()), 180, jobs.logs)  # four slots: all run at once
     os.kill(attempts(killed)[-1]["pid"], signal.SIGKILL)
     until(lambda: len(queue(jobs.id)) <= 2, 90, jobs.logs)
     states = sweep.status(jobs.id)
@@ -122,7 +128,7 @@ def test_a_node_goes_down(sweep):
     words = (*SLOW, *SINKHORN, "+model.drop_rate=0.1")
     jobs = sweep.submit(*words, cluster=("cluster.environment={SLOW_STEP:'1'}", "cluster.sbatch={exclude:node1}"))
     (run,) = jobs.runs
-    until(lambda: steps(run) >= 2, 120, jobs.logs)
+    until(lambda: epochs(run) >= 2, 120, jobs.logs)
     update = ["scontrol", "update"]
     subprocess.run([*update, "nodename=node2", "state=down", "reason=test"], check=True)
     try:
@@ -146,7 +152,7 @@ def test_two_nodes_train_one_run(sweep):
     environment = "cluster.environment={SLOW_STEP:'1'}"
     jobs = sweep.submit(*words, cluster=("cluster.nodes=2", "cluster.partition=main", environment))
     (run,) = jobs.runs
-    until(lambda: steps(run) >= 1, 180, jobs.logs)
+    until(lambda: epochs(run) >= 1, 180, jobs.logs)
     subprocess.run(["scancel", "--signal=USR2", jobs.id], check=True)
     reference = sweep.alone(*words)
     jobs.wait()
@@ -204,6 +210,27 @@ def test_odd_values_reach_the_run(sweep, tmp_path):
     assert card["label"] == value
     assert shlex.split(card["command"])[-1] == override("label", value)
     assert not canary.exists()
+
+
+def test_fairseq_runs_are_preempted(sweep, text_data):
+    """The same commands and the same promises for runs that fairseq trains."""
+    text = Sweep(sweep.folder, text_data, SENTIMENT)
+    words = (*SINKHORN, "seed=0,1", "trainer.max_epochs=60")
+    jobs = text.submit(*words, cluster=(NODE("node2"),))
+    until(lambda: all(epochs(run) >= 3 for run in jobs.runs), 180, jobs.logs)
+    preempt("node2")
+    references = {
+        run.name: run for run in (text.alone(*SINKHORN, f"seed={seed}", "trainer.max_epochs=60") for seed in (0, 1))
+    }
+    jobs.wait()
+    for index, run in enumerate(jobs.runs):
+        assert (run / "result.json").exists(), jobs.logs()
+        assert_equal(run, references[run.name])
+        assert ("requeued", "preempted") in [(event["event"], event.get("reason")) for event in jobs.events(index)]
+        assert [attempt["state"] for attempt in attempts(run)] == ["interrupted", "finished"]
+        assert attempts(run)[1]["from_step"] > 0
+    again = text.command("slurm.submit", *text.words(*words), "cluster=dev")
+    assert "nothing to submit" in again.stdout
 
 
 def test_a_time_limit_is_met(time_limited):
