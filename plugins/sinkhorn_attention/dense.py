@@ -1,22 +1,27 @@
 """The dense engine: exact Sinkhorn attention at about the price of softmax, memory independent of `n_iters`.
 
-Per chunk of heads the map K = exp(C - row max - column max) is made once; every half-step is then one matrix-vector
-product on a scaling vector, u = 1 / (K v) or v = (n_valid / m_valid) / (K^T u), and the coupling is diag(u) K diag(v).
-Saved for backward are the inputs and the scaling vectors. Backward rebuilds K from the same operations. The derivative
-of the T half-steps adds a matrix of rank T to dO V^T,
+Per chunk of heads, small enough for the cache, the map K = 2^(log2(e) C) is made once; every half-step is then one
+matrix-vector product on a scaling vector, u = 1 / (K v) or v = (n_valid / m_valid) / (K^T u), and the coupling is
+diag(u) K diag(v). Saved for backward are the inputs, the output and the scaling vectors. Backward makes the map again.
+The derivative of the T half-steps adds a matrix of rank T to dO V^T,
 
     dL/dC = K * (diag(u_T) dO V^T diag(v_T) + A B^T),
 
 with one column of A and B for each half-step, found by going through the half-steps in reverse with mat-vecs.
 
-The guard. The shifts leave a 1 in every row and column of K, so what exp flushes to zero is below 2^-126 in float32.
-As long as max(u) max(v) <= 2^84 over all half-steps, such an entry is below 2^-42 of a unit row in every intermediate
-coupling, and nothing overflows. A matrix that exceeds the bound (peaked logits, far rows or columns, many half-steps)
-is computed again in the log domain, in float64 on the CPU. On other devices that decision would need a synchronisation:
-the log domain is used throughout there.
+Masks live in the scaling vectors alone: 0 at what is masked, whatever the map holds there.
 
-Everything is a `torch.library` custom operator with a fake kernel and a registered backward, so that the engine
-compiles without graph breaks and scripts.
+The guard, decided for every matrix by itself:
+
+A. If |C| log2(e) <= `BOUNDED_LOG2` is known from norms, no intermediate can leave float32's range at any T: the map is
+   positive, so that its scalings stay within 2^(+-2 bound), and no entry of a coupling is below 2^(-4 bound) / m.
+B. Otherwise the row maximum, then the column maximum are subtracted. That leaves a 1 in every row and column of K, and
+   what exp2 flushes to zero is below 2^-126 in float32. As long as max(u) max(v) <= 2^84 over all half-steps, such an
+   entry is below 2^-42 of a unit row in every intermediate coupling, and nothing overflows.
+C. What exceeds that (peaked logits, far rows or columns, many half-steps) is computed again in the log domain, in
+   float64.
+
+On other devices than the CPU a decision by the data would need a synchronisation: the log domain is used throughout.
 """
 
 import math
@@ -25,95 +30,89 @@ import torch
 from torch import Tensor
 
 from .log_domain import log_domain_coupling, log_domain_scores_gradient, target_ratio
+from .operators import AttentionOperator, CouplingOperator, compute_dtype
+from .problem import LOG2E, Problem, hide
+from .scratch import borrow
 
-LOG2E = math.log2(math.e)
-
-#: Bytes of K that one chunk of heads may take on the CPU: it stays in the last-level cache between half-steps.
-CHUNK_BYTES = 6 << 20
+#: Bytes of K that one chunk of heads may take on the CPU: it stays in the cache between half-steps.
+CHUNK_BYTES = 5 << 19
 #: Likewise on other devices, where a chunk only bounds the scratch memory.
 DEVICE_CHUNK_BYTES = 256 << 20
-#: log2 of the largest max(u) * max(v) that the exponential domain is trusted with, by dtype.
+#: Guard A: largest |C| log2(e) that needs no maxima; 4 * 28 + log2(m) stays below 126, float32's range.
+BOUNDED_LOG2 = 28.0
+#: Guard B: log2 of the largest max(u) * max(v) that the exponential domain is trusted with, by dtype.
 GUARD_LOG2 = {torch.float32: 84.0, torch.float64: 900.0}
+#: log2 below which an entry of K is exactly 0: subnormal numbers make a product up to 200 times slower.
+FLUSH_LOG2 = {torch.float32: -126.0, torch.float64: -1022.0}
+#: From this entry of a coupling on, the gradient is a difference of nearly equal terms; see `_run_backward`.
+PEAK = 0.5
 
-NO_DOUBLE_BACKWARD = (
-    "the dense backend of Sinkhorn attention has a hand-written backward that cannot be differentiated again; "
-    "use backend='reference' for second derivatives"
-)
-
-
-class _Problem:
-    """Views of one call's tensors with the leading dimensions flattened to `heads`, sliced chunk by chunk.
-
-    Either (query, key) with an optional bias or given scores make the matrices; see `scores`.
-    """
-
-    def __init__(
-        self,
-        lead: torch.Size,
-        n: int,
-        m: int,
-        dtype: torch.dtype,
-        query_mask: Tensor | None,
-        key_mask: Tensor | None,
-        query: Tensor | None = None,
-        key: Tensor | None = None,
-        scale: float = 1.0,
-        attn_bias: Tensor | None = None,
-        given_scores: Tensor | None = None,
-    ) -> None:
-        self.heads, self.n, self.m = math.prod(lead), n, m
-        self.dtype = dtype
-        self.scale = scale
-        self.query_mask = None if query_mask is None else query_mask.expand(*lead, n).reshape(-1, n)
-        self.key_mask = None if key_mask is None else key_mask.expand(*lead, m).reshape(-1, m)
-        self.query = None if query is None else query.reshape(self.heads, n, query.shape[-1])
-        self.key = None if key is None else key.reshape(self.heads, m, key.shape[-1])
-        self.given_scores = None if given_scores is None else given_scores.reshape(self.heads, n, m)
-        self.attn_bias = self.bias_head = None
-        if attn_bias is not None:
-            # The bias stays as small as it came: bias_head[h] says which of its matrices belongs to head h.
-            bias_lead = (1,) * (len(lead) + 2 - attn_bias.dim()) + attn_bias.shape[:-2]
-            self.attn_bias = attn_bias.reshape(-1, *attn_bias.shape[-2:])
-            index = torch.arange(self.attn_bias.shape[0], device=attn_bias.device).view(bias_lead)
-            self.bias_head = index.expand(lead).reshape(-1)
-
-    def chunks(self, device: torch.device) -> list[slice]:
-        limit = CHUNK_BYTES if device.type == "cpu" else DEVICE_CHUNK_BYTES
-        size = max(1, limit // (self.n * self.m * self.dtype.itemsize))
-        return [slice(start, min(start + size, self.heads)) for start in range(0, self.heads, size)]
-
-    def scores(self, heads: slice | Tensor, dtype: torch.dtype, unit: float) -> Tensor:
-        """The scores times `unit` of some heads, (heads, n, m), as a new tensor; -inf outside the support."""
-        if self.query is not None and self.key is not None:
-            query = hide(self.query[heads].to(dtype), self.query_mask, heads)
-            key = hide(self.key[heads].to(dtype), self.key_mask, heads)
-            scores = torch.bmm(query * (self.scale * unit), key.transpose(1, 2))
-            if self.attn_bias is not None and self.bias_head is not None:
-                scores.add_(self.attn_bias[self.bias_head[heads]].to(dtype), alpha=unit)
-        else:
-            assert self.given_scores is not None
-            scores = self.given_scores[heads].to(dtype) * unit
-        if self.query_mask is not None:
-            scores.masked_fill_(~self.query_mask[heads].unsqueeze(2), -math.inf)
-        if self.key_mask is not None:
-            scores.masked_fill_(~self.key_mask[heads].unsqueeze(1), -math.inf)
-        return scores
+#: How a head was computed: by which case of the guard.
+BOUNDED, SHIFTED, LOG_DOMAIN = 0, 1, 2
 
 
-def hide(tokens: Tensor, mask: Tensor | None, heads: slice | Tensor) -> Tensor:
-    """Zeroes tokens (heads, length, d) where the mask (all heads, length) is False: padding may hold anything."""
-    return tokens if mask is None else tokens.masked_fill(~mask[heads].unsqueeze(2), 0.0)
+# ----------------------------------------------------------------------------------------------------- the guard
 
 
-# ----------------------------------------------------------------------------------------- the exponential domain
+def in_log_domain_throughout(device: torch.device) -> bool:
+    """Whether all heads are computed in the log domain: where asking the guard would wait for the device."""
+    return device.type != "cpu"
 
 
-def exponentiate(scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Turns log2 scores (heads, n, m) in place into K = 2^(scores - row max - column max).
+def bounded_heads(problem: Problem) -> Tensor:
+    """Guard A: which heads' scores, by norms (|q.k| <= |q| |k|) or by their extremes, are small; NaN never is."""
+    every = slice(0, problem.heads)
+    if problem.given_scores is not None:
+        low, high = problem.given_scores.flatten(1).aminmax(dim=1)
+        bound = torch.maximum(high, -low).to(problem.dtype)
+    else:
+        query_norm = torch.linalg.vector_norm(problem.queries(every), dim=2).amax(1)
+        key_norm = torch.linalg.vector_norm(problem.keys(every), dim=2).amax(1)
+        bound = query_norm.mul_(key_norm).mul_(abs(problem.scale))
+        bias = problem.attn_bias
+        if bias is not None and problem.bias_head is not None:
+            low, high = bias.flatten(1).aminmax(dim=1)
+            bound = bound + torch.maximum(high, -low).to(bound.dtype)[problem.bias_head]
+    return bound <= BOUNDED_LOG2 / LOG2E
+
+
+def trusted_heads(u: Tensor, v: Tensor) -> Tensor:
+    """Guard B: which heads' scalings u (half-steps, heads, n) and v stayed in the trusted range; NaN never does."""
+    product = u.amax((0, 2)).log2() + v.amax((0, 2)).log2()
+    return product <= GUARD_LOG2[u.dtype]
+
+
+def runs(modes: list[int], size: int) -> list[tuple[slice, int]]:
+    """Cuts the heads into consecutive groups of at most `size` that have the same mode."""
+    cut, start = [], 0
+    for head in range(1, len(modes) + 1):
+        if head == len(modes) or modes[head] != modes[start] or head - start == size:
+            cut.append((slice(start, head), modes[start]))
+            start = head
+    return cut
+
+
+def chunk_size(n: int, m: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Heads in a chunk: a multiple of the number of threads, so that none waits for another."""
+    limit = CHUNK_BYTES if device.type == "cpu" else DEVICE_CHUNK_BYTES
+    size, threads = limit // (n * m * dtype.itemsize), torch.get_num_threads()
+    return size // threads * threads if size > threads else max(1, size)
+
+
+# ---------------------------------------------------------------------------------------- the exponential domain
+
+
+def exponentiate(scores: Tensor, kernel: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Turns log2 scores (heads, n, m) into K = 2^(scores - row max - column max); guard B.
+
+    Args:
+        scores: is overwritten.
+        kernel: where K goes, in place of the scores by default.
 
     Returns:
         K, the first column scaling 2^(column max) (heads, 1, m), which makes the first row step that of the scores
-        themselves, the valid rows (heads, 1, n) and columns (heads, 1, m), and n_valid / m_valid (heads, 1, 1).
+        themselves, what rows should sum to (heads, 1, n), 1 or 0, and columns (heads, 1, m), n_valid / m_valid or 0,
+        and n_valid / m_valid (heads, 1, 1).
     """
     row_max = scores.amax(2, keepdim=True)
     rows = row_max != -math.inf
@@ -121,23 +120,48 @@ def exponentiate(scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     column_max = scores.amax(1, keepdim=True)
     columns = column_max != -math.inf
     scores.sub_(column_max.masked_fill(~columns, 0.0))
-    column_ratio = target_ratio(rows, columns, scores.dtype)
-    return scores.exp2_(), column_max.exp2_(), rows.transpose(1, 2), columns, column_ratio
+    ratio = target_ratio(rows, columns, scores.dtype)
+    torch.threshold_(scores, FLUSH_LOG2[scores.dtype], -math.inf)
+    kernel = torch.exp2(scores, out=scores if kernel is None else kernel)
+    return kernel, column_max.exp2_(), rows.transpose(1, 2).to(ratio.dtype), columns * ratio, ratio
 
 
-def scale_rows_and_columns(
-    kernel: Tensor, n_iters: int, exponentials: tuple[Tensor, ...], u: Tensor, v: Tensor
+def half_steps(
+    kernel: Tensor,
+    n_iters: int,
+    u: Tensor,
+    v: Tensor,
+    row_target: Tensor | None,
+    column_target: Tensor | None,
+    has_empty: bool,
 ) -> None:
-    """Runs the half-steps in the exponential domain, filling u (heads, ceil(T/2), n) and v (heads, T//2 + 1, m)."""
-    v[:, 0:1], rows, columns, ratio = exponentials
+    """Runs the half-steps in the exponential domain on vectors, from v[0] on.
+
+    Args:
+        kernel: K, (heads, n, m).
+        n_iters: T.
+        u: row scalings to be filled, (ceil(T/2), heads, n).
+        v: column scalings, (T//2 + 1, heads, m); the first is given.
+        row_target: what rows should sum to, (heads, 1, n), None for 1.
+        column_target: what columns should sum to, broadcastable to (heads, 1, m), None for 1.
+        has_empty: whether a row or column may be without support, whose sum is 0, and so is its target.
+    """
+    transposed, tiny = kernel.transpose(1, 2), torch.finfo(kernel.dtype).tiny
     for step in range(n_iters):
         i = step // 2
+        # (heads, 1, length) with ordinary strides: bmm is 10 to 70 times slower on a column (heads, length, 1).
         if step % 2 == 0:
-            sums = torch.bmm(v[:, i : i + 1], kernel.transpose(1, 2))
-            u[:, i : i + 1] = sums.reciprocal_().masked_fill_(~rows, 0.0)
+            sums, target = u[i].unsqueeze(1), row_target
+            torch.bmm(v[i].unsqueeze(1), transposed, out=sums)
         else:
-            sums = torch.bmm(u[:, i : i + 1], kernel)
-            v[:, i + 1 : i + 2] = torch.div(ratio, sums, out=sums).masked_fill_(~columns, 0.0)
+            sums, target = v[i + 1].unsqueeze(1), column_target
+            torch.bmm(u[i].unsqueeze(1), kernel, out=sums)
+        if has_empty:
+            sums.clamp_(min=tiny)
+        if target is None:
+            sums.reciprocal_()
+        else:
+            torch.div(target, sums, out=sums)
 
 
 def scores_gradient(
@@ -155,8 +179,8 @@ def scores_gradient(
     Args:
         kernel: K, (heads, n, m).
         ratio: n_valid / m_valid, (heads, 1, 1).
-        u: row scalings, (heads, ceil(T/2), n).
-        v: column scalings, (heads, T//2 + 1, m).
+        u: row scalings, (ceil(T/2), heads, n).
+        v: column scalings, (T//2 + 1, heads, m).
         n_iters: T.
         row_sums: of P * dL/dP, (heads, 1, n): the derivative with respect to log u_T.
         column_sums: (heads, 1, m), likewise for log v_T.
@@ -165,51 +189,98 @@ def scores_gradient(
     Returns:
         A^T (heads, columns, n) and B^T (heads, columns, m), with as many columns as half-steps are differentiated.
     """
+    transposed = kernel.transpose(1, 2)
     left, right = [], []
+    flow: Tensor | None = column_sums
     for step in reversed(range(n_iters)):
         i = step // 2
+        row, column = u[i].unsqueeze(1), v[(step + 1) // 2].unsqueeze(1)
         if step % 2 == 0:
-            weight = -row_sums * u[:, i : i + 1]
+            weight = (row_sums * row).neg_()
             left.append(weight)
-            right.append(v[:, i : i + 1])
+            right.append(column)
             if detached or step == 0:
                 break
-            column_sums = column_sums + v[:, i : i + 1] * torch.bmm(weight, kernel)
+            passed = torch.bmm(weight, kernel).mul_(column)
+            flow = passed if flow is None else passed.add_(flow)
         elif not detached:
-            weight = -column_sums * v[:, i + 1 : i + 2] / ratio
-            left.append(u[:, i : i + 1])
+            assert flow is not None
+            weight = (flow * column).div_(-ratio)
+            left.append(row)
             right.append(weight)
-            flow = u[:, i : i + 1] * torch.bmm(weight, kernel.transpose(1, 2))
-            row_sums = row_sums + flow if step == n_iters - 1 else flow
-            column_sums = torch.zeros_like(column_sums)
+            passed = torch.bmm(weight, transposed).mul_(row)
+            row_sums = passed.add_(row_sums) if step == n_iters - 1 else passed
+            flow = None
     return torch.cat(left, 1), torch.cat(right, 1)
 
 
-# --------------------------------------------------------------------------------------------- which of the two
+def make_kernel(
+    problem: Problem, heads: slice, mode: int, query: Tensor | None, key: Tensor | None, scores: Tensor, kernel: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, bool]:
+    """Fills K (heads, n, m) from query and key, or from the problem's given scores.
+
+    Args:
+        problem: the call.
+        heads: the heads of this chunk.
+        mode: BOUNDED or SHIFTED.
+        query: the chunk's queries (heads, n, d).
+        key: (heads, m, d).
+        scores: scratch, (heads, n, m).
+        kernel: is filled; may be `scores`.
+
+    Returns:
+        The first column scaling, and what `half_steps` wants besides it: the targets of rows and columns, n_valid /
+        m_valid, and whether there may be rows or columns without support.
+    """
+    if query is not None and key is not None:
+        torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=problem.scale * LOG2E, out=scores)
+        bias = problem.bias(heads)
+        if bias is not None:
+            scores.add_(bias, alpha=LOG2E)
+    else:
+        assert problem.given_scores is not None
+        scores.copy_(problem.given_scores[heads]).mul_(LOG2E)
+    if mode == SHIFTED:
+        problem.hide_scores_(scores, heads)
+        return *exponentiate(scores, kernel)[1:], True
+    torch.exp2(scores, out=kernel)
+    mask = problem.key_mask
+    return scores.new_ones(()) if mask is None else mask[heads].unsqueeze(1), *problem.targets(heads)
 
 
-def in_log_domain_throughout(device: torch.device) -> bool:
-    """Whether all heads are computed in the log domain: where asking the guard would wait for the device."""
-    return device.type != "cpu"
+# --------------------------------------------------------------------------------------------------------- attention
 
 
-def split_by_guard(chunk: slice, u: Tensor, v: Tensor) -> Tensor:
-    """Indices of the chunk's heads whose scalings left the range that the exponential domain is trusted with."""
-    product = u.amax((1, 2)).log2() + v.amax((1, 2)).log2()
-    trusted = product <= GUARD_LOG2[u.dtype]  # False for NaN as well
-    return (~trusted).nonzero().squeeze(1) + chunk.start
+def empty_state(like: Tensor, heads: int, n: int, m: int, n_iters: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What forward saves beside its output: row scalings, column scalings, and the guard's case of each head.
+
+    Shapes (ceil(T/2), heads, n), (T//2 + 1, heads, m) and (heads,); off the CPU the scalings are empty.
+    """
+    throughout = in_log_domain_throughout(like.device)
+    n_rows, n_columns = (0, 0) if throughout else ((n_iters + 1) // 2, n_iters // 2 + 1)
+    u = like.new_empty(n_rows, heads, n, dtype=compute_dtype(like))
+    v = like.new_empty(n_columns, heads, m, dtype=compute_dtype(like))
+    return u, v, torch.full((heads,), LOG_DOMAIN if throughout else BOUNDED, dtype=torch.uint8, device=like.device)
 
 
-def log_domain_groups(heads: Tensor, n: int, m: int) -> list[Tensor]:
-    """Splits head indices so that a group's float64 scratch stays bounded."""
-    return list(heads.split(max(1, CHUNK_BYTES // (n * m * 8))))
+def attention_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    attn_bias: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    dropout_keep: Tensor | None,
+    dropout_p: float,
+) -> Problem:
+    """The matrices of an attention call."""
+    lead, n, m = query.shape[:-2], query.shape[-2], key.shape[-2]
+    options = query, key, value, scale, attn_bias, dropout_keep, dropout_p
+    return Problem(lead, n, m, compute_dtype(query), query_mask, key_mask, *options)
 
 
-# ------------------------------------------------------------------------------------------------ attention operator
-
-
-@torch.library.custom_op("sinkhorn_attention::dense_attention", mutates_args=())
-def dense_attention(
+def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -227,90 +298,109 @@ def dense_attention(
     `dropout_keep` (..., n, m), boolean, says which entries of the final map stay; they are divided by 1 - dropout_p.
 
     Returns:
-        The output in float32 at least, the row scalings (heads, ceil(T/2), n), the column scalings (heads, T//2 + 1, m)
-        and whether a head was computed in the log domain (heads,). Off the CPU the scalings are empty: all heads are.
+        The output in float32 at least, and what `empty_state` makes.
     """
-    problem = attention_problem(query, key, scale, attn_bias, query_mask, key_mask)
-    n, m, device, dtype = problem.n, problem.m, query.device, problem.dtype
-    values = value.reshape(-1, m, value.shape[-1])
-    keep = None if dropout_keep is None else dropout_keep.reshape(-1, n, m)
-    result = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=dtype)
-    output = result.view(problem.heads, n, -1)  # what is returned is no view: a caller may write into it
-    u, v, in_log_domain = empty_scalings(query, problem.heads, n, m, n_iters)
-
-    def apply_in_log_domain(heads: Tensor | slice, log_dtype: torch.dtype) -> None:
-        coupling = log_domain_coupling(problem.scores(heads, log_dtype, 1.0), n_iters)[2]
-        if keep is not None:
-            coupling.mul_(dropout_factor(keep[heads], dropout_p, log_dtype))
-        output[heads] = torch.bmm(coupling, hide(values[heads].to(log_dtype), problem.key_mask, heads)).to(dtype)
-
-    with torch.autocast(device.type, enabled=False):
-        for heads in problem.chunks(device):
-            if in_log_domain_throughout(device):
-                apply_in_log_domain(heads, dtype)
-                continue
-            kernel, *exponentials = exponentiate(problem.scores(heads, dtype, LOG2E))
-            scale_rows_and_columns(kernel, n_iters, tuple(exponentials), u[heads], v[heads])
-            last_u, last_v = u[heads, -1].unsqueeze(2), v[heads, -1].unsqueeze(2)
-            visible = hide(values[heads].to(dtype), problem.key_mask, heads)
-            if keep is not None:
-                kernel.mul_(dropout_factor(keep[heads], dropout_p, dtype))
-            torch.mul(torch.bmm(kernel, visible * last_v), last_u, out=output[heads])
-            untrusted = split_by_guard(heads, u[heads], v[heads])
-            in_log_domain[untrusted] = True
-            for group in log_domain_groups(untrusted, n, m):
-                apply_in_log_domain(group, torch.float64)
-    return result, u, v, in_log_domain
+    masks = attn_bias, query_mask, key_mask, dropout_keep, dropout_p
+    problem = attention_problem(query, key, value, scale, *masks)
+    result = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=problem.dtype)
+    output = result.view(problem.heads, problem.n, -1)  # what is returned is no view: a caller may write into it
+    u, v, mode = empty_state(query, problem.heads, problem.n, problem.m, n_iters)
+    size = chunk_size(problem.n, problem.m, problem.dtype, query.device)
+    with torch.autocast(query.device.type, enabled=False):
+        if in_log_domain_throughout(query.device):
+            for heads, _ in runs([LOG_DOMAIN] * problem.heads, size):
+                output[heads] = _output_in_log_domain(problem, heads, n_iters, problem.dtype)
+            return result, u, v, mode
+        mode.copy_(~bounded_heads(problem))
+        modes = mode.tolist()
+        with borrow((min(size, problem.heads), problem.n, problem.m), dtype=problem.dtype) as (kernel,):
+            for heads, head_mode in runs(modes, size):
+                part = kernel[: heads.stop - heads.start]
+                _run_forward(problem, heads, head_mode, n_iters, part, output[heads], u[:, heads], v[:, heads])
+                if head_mode == SHIFTED:
+                    mode[heads].masked_fill_(~trusted_heads(u[:, heads], v[:, heads]), LOG_DOMAIN)
+        for group in _log_domain_groups(mode, problem):
+            output[group] = _output_in_log_domain(problem, group, n_iters, torch.float64).to(problem.dtype)
+    return result, u, v, mode
 
 
-@dense_attention.register_fake
-def _(query, key, value, n_iters, scale, detached, attn_bias, query_mask, key_mask, dropout_keep, dropout_p):  # type: ignore[no-untyped-def]
-    n, m, heads = query.shape[-2], key.shape[-2], math.prod(query.shape[:-2])
-    output = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=compute_dtype(query))
-    return output, *empty_scalings(query, heads, n, m, n_iters)
+def _run_forward(
+    problem: Problem, heads: slice, mode: int, n_iters: int, kernel: Tensor, output: Tensor, u: Tensor, v: Tensor
+) -> None:
+    """Forward of some heads that have the same mode; fills output (heads, n, d_v), u and v."""
+    tokens = problem.queries(heads), problem.keys(heads)
+    first, row_target, column_target, _, has_empty = make_kernel(problem, heads, mode, *tokens, kernel, kernel)
+    v[0].unsqueeze(1).copy_(first)
+    half_steps(kernel, n_iters, u, v, row_target, column_target, has_empty)
+    dropout, value, last = problem.dropout(heads), problem.values(heads), v[-1].unsqueeze(2)
+    if dropout is not None:
+        kernel.mul_(dropout)
+    if problem.n <= value.shape[2]:  # the map is smaller than the values
+        torch.bmm(kernel.mul_(v[-1].unsqueeze(1)), value, out=output)
+    else:
+        torch.bmm(kernel, value * last, out=output)
+    output.mul_(u[-1].unsqueeze(2))
 
 
-def attention_problem(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    attn_bias: Tensor | None,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-) -> _Problem:
-    """The matrices of an attention call."""
-    lead, n, m = query.shape[:-2], query.shape[-2], key.shape[-2]
-    return _Problem(lead, n, m, compute_dtype(query), query_mask, key_mask, query, key, scale, attn_bias)
+def _output_in_log_domain(problem: Problem, heads: Tensor | slice, n_iters: int, dtype: torch.dtype) -> Tensor:
+    coupling = log_domain_coupling(problem.scores(heads, dtype, 1.0), n_iters)[2]
+    dropout = problem.dropout(heads, dtype)
+    if dropout is not None:
+        coupling.mul_(dropout)
+    return torch.bmm(coupling, problem.values(heads, dtype))
 
 
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Scores and scalings are kept in float32 at least."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+def _log_domain_groups(mode: Tensor, problem: Problem) -> list[Tensor]:
+    """The heads of guard C, in groups whose float64 scratch stays bounded."""
+    heads = (mode == LOG_DOMAIN).nonzero().squeeze(1)
+    return list(heads.split(max(1, CHUNK_BYTES // (problem.n * problem.m * 8)))) if len(heads) else []
 
 
-def empty_scalings(like: Tensor, heads: int, n: int, m: int, n_iters: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What forward saves beside its output: row scalings, column scalings, and which heads the log domain computed."""
-    throughout = in_log_domain_throughout(like.device)
-    n_rows, n_columns = (0, 0) if throughout else ((n_iters + 1) // 2, n_iters // 2 + 1)
-    u = like.new_empty(heads, n_rows, n, dtype=compute_dtype(like))
-    v = like.new_empty(heads, n_columns, m, dtype=compute_dtype(like))
-    return u, v, torch.full((heads,), throughout, device=like.device)
+class _Gradients:
+    """The gradients of an attention call, filled head by head."""
+
+    def __init__(self, problem: Problem, bias_gradient: bool) -> None:
+        self.problem = problem
+        tensors = problem.query, problem.key, problem.value
+        # Contiguous, as the fake kernel promises, whatever the inputs' strides are.
+        self.query, self.key, self.value = (
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors if tensor is not None
+        )
+        self.bias: Tensor | None = None
+        if bias_gradient and problem.attn_bias is not None:
+            shape, device = problem.attn_bias.shape, problem.attn_bias.device
+            self.bias = torch.zeros(shape, dtype=problem.dtype, device=device)
+
+    def write(self, heads: Tensor | slice, query: Tensor, key: Tensor, scores: Tensor, value: Tensor) -> None:
+        """Takes dL/dC (heads, n, m) and dL/dV of some heads to the inputs. Masked tokens have zeros in dL/dC."""
+        scale = self.problem.scale
+        self._put(self.query, heads, scores, key, scale)
+        self._put(self.key, heads, scores.transpose(1, 2), query, scale)
+        self.value[heads] = hide(value, self.problem.key_mask, heads).to(self.value.dtype)
+        if self.bias is not None and self.problem.bias_head is not None:
+            for axis in (1, 2):
+                if self.bias.shape[axis] == 1:
+                    scores = scores.sum(axis, keepdim=True)
+            self.bias.index_add_(0, self.problem.bias_head[heads], scores.to(self.bias.dtype))
+
+    @staticmethod
+    def _put(gradient: Tensor, heads: Tensor | slice, left: Tensor, right: Tensor, scale: float) -> None:
+        if isinstance(heads, slice) and gradient.dtype == left.dtype:
+            part = gradient[heads]
+            torch.baddbmm(part, left, right, beta=0, alpha=scale, out=part)
+        else:
+            gradient[heads] = torch.bmm(left, right).mul_(scale).to(gradient.dtype)
 
 
-def dropout_factor(keep: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
-    """What multiplies the coupling: 1 / (1 - p) where kept, 0 elsewhere."""
-    return keep.to(dtype).mul_(0.0 if dropout_p >= 1 else 1 / (1 - dropout_p))
-
-
-@torch.library.custom_op("sinkhorn_attention::dense_attention_backward", mutates_args=())
-def dense_attention_backward(
+def attention_backward(
     output_gradient: Tensor,
+    output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    row_scalings: Tensor,
-    column_scalings: Tensor,
-    in_log_domain: Tensor,
+    u: Tensor,
+    v: Tensor,
+    mode: Tensor,
     n_iters: int,
     scale: float,
     detached: bool,
@@ -322,179 +412,192 @@ def dense_attention_backward(
     bias_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients with respect to query, key, value and, if asked for, attn_bias (otherwise an empty tensor)."""
-    problem = attention_problem(query, key, scale, attn_bias, query_mask, key_mask)
+    masks = attn_bias, query_mask, key_mask, dropout_keep, dropout_p
+    problem = attention_problem(query, key, value, scale, *masks)
     n, m, device, dtype = problem.n, problem.m, query.device, problem.dtype
-    width = value.shape[-1]
-    values = value.reshape(-1, m, width)
-    keep = None if dropout_keep is None else dropout_keep.reshape(-1, n, m)
-    d_output = output_gradient.reshape(-1, n, width)
-    assert problem.query is not None
-    assert problem.key is not None
-    d_query, d_key, d_value = (  # contiguous, as the fake kernel promises, whatever the inputs' strides are
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for tensor in (problem.query, problem.key, values)
-    )
-    d_bias = None
-    if bias_gradient and problem.attn_bias is not None:
-        d_bias = torch.zeros(problem.attn_bias.shape, dtype=dtype, device=device)
-
-    def write(heads: Tensor | slice, d_scores: Tensor, d_visible: Tensor) -> None:
-        """Takes dL/dC and dL/dV of some heads to the inputs. Masked tokens have zero rows and columns in dL/dC."""
-        assert problem.query is not None
-        assert problem.key is not None
-        visible_query = hide(problem.query[heads].to(d_scores.dtype), problem.query_mask, heads)
-        visible_key = hide(problem.key[heads].to(d_scores.dtype), problem.key_mask, heads)
-        d_query[heads] = torch.bmm(d_scores, visible_key).mul_(scale).to(d_query.dtype)
-        d_key[heads] = torch.bmm(d_scores.transpose(1, 2), visible_query).mul_(scale).to(d_key.dtype)
-        d_value[heads] = hide(d_visible, problem.key_mask, heads).to(d_value.dtype)
-        if d_bias is not None and problem.bias_head is not None:
-            for axis in (1, 2):
-                if d_bias.shape[axis] == 1:
-                    d_scores = d_scores.sum(axis, keepdim=True)
-            d_bias.index_add_(0, problem.bias_head[heads], d_scores.to(dtype))
-
-    def differentiate_in_log_domain(heads: Tensor | slice, log_dtype: torch.dtype) -> None:
-        scores = problem.scores(heads, log_dtype, 1.0)
-        visible = hide(values[heads].to(log_dtype), problem.key_mask, heads)
-        d_out = hide(d_output[heads].to(log_dtype), problem.query_mask, heads)
-        coupling = log_domain_coupling(scores, n_iters)[2]
-        d_coupling = torch.bmm(d_out, visible.transpose(1, 2))
-        if keep is not None:
-            factor = dropout_factor(keep[heads], dropout_p, log_dtype)
-            coupling.mul_(factor)
-            d_coupling.mul_(factor)
-        d_visible = torch.bmm(coupling.transpose(1, 2), d_out)
-        write(heads, log_domain_scores_gradient(scores, n_iters, d_coupling, detached), d_visible)
-
-    def differentiate(heads: Tensor | slice) -> None:
-        kernel, _, _, _, ratio = exponentiate(problem.scores(heads, dtype, LOG2E))
-        u, v = row_scalings[heads], column_scalings[heads]
-        last_u, last_v = u[:, -1].unsqueeze(2), v[:, -1].unsqueeze(2)
-        visible = hide(values[heads].to(dtype), problem.key_mask, heads)
-        d_out = hide(d_output[heads].to(dtype), problem.query_mask, heads)
-        scaled_d_out, scaled_visible = d_out * last_u, visible * last_v
-        kept = kernel if keep is None else kernel * dropout_factor(keep[heads], dropout_p, dtype)
-        d_visible = torch.bmm(kept.transpose(1, 2), scaled_d_out).mul_(last_v)
-        d_scores = torch.bmm(scaled_d_out, scaled_visible.transpose(1, 2))
-        if keep is not None:
-            d_scores.mul_(dropout_factor(keep[heads], dropout_p, dtype))
-        # Summed from the very products that the correction is subtracted from, not from dO and the output: where the
-        # map is saturated the difference is nearly nothing, and rounding its terms in two ways would be all of it.
-        weighted = d_scores * kernel
-        row_sums, column_sums = weighted.sum(2).unsqueeze(1), weighted.sum(1, keepdim=True)
-        left, right = scores_gradient(kernel, ratio, u, v, n_iters, row_sums, column_sums, detached)
-        d_scores.baddbmm_(left.transpose(1, 2), right)
-        write(heads, d_scores.mul_(kernel), d_visible)
-
+    gradients = _Gradients(problem, bias_gradient)
+    d_output = output_gradient.reshape(problem.heads, n, -1)
+    output = output.view(problem.heads, n, -1)
+    size = chunk_size(n, m, dtype, device)
     with torch.autocast(device.type, enabled=False):
-        for heads in problem.chunks(device):
-            if in_log_domain_throughout(device):
-                differentiate_in_log_domain(heads, dtype)
-                continue
-            untrusted = in_log_domain[heads].nonzero().squeeze(1) + heads.start
-            if len(untrusted) == 0:
-                differentiate(heads)
-            elif len(untrusted) < heads.stop - heads.start:
-                differentiate((~in_log_domain[heads]).nonzero().squeeze(1) + heads.start)
-            for group in log_domain_groups(untrusted, n, m):
-                differentiate_in_log_domain(group, torch.float64)
+        if in_log_domain_throughout(device):
+            for heads, _ in runs([LOG_DOMAIN] * problem.heads, size):
+                _backward_in_log_domain(problem, heads, n_iters, detached, d_output, gradients, dtype)
+        else:
+            modes, settings = mode.tolist(), (n_iters, detached)
+            most = min(size, problem.heads)
+            # The map that is used transposed gets a row stride that is no multiple of 64 * 2^k bytes: 1.4 times faster.
+            width = m + 8 if m % 16 == 0 else m
+            with borrow((most, n, width), (most, n, m), dtype=dtype) as (padded, scratch):
+                for heads, head_mode in runs(modes, size):
+                    if head_mode == LOG_DOMAIN:
+                        continue
+                    count = heads.stop - heads.start
+                    buffers = padded[:count, :, :m], scratch[:count]
+                    tensors = d_output, output, u[:, heads], v[:, heads]
+                    _run_backward(problem, heads, head_mode, settings, *tensors, buffers, gradients)
+            for group in _log_domain_groups(mode, problem):
+                _backward_in_log_domain(problem, group, n_iters, detached, d_output, gradients, torch.float64)
+    d_bias = gradients.bias
     if d_bias is None:
         d_bias = query.new_empty(0, dtype=dtype)
     elif attn_bias is not None:
         d_bias = d_bias.view(attn_bias.shape).to(attn_bias.dtype)
-    return d_query.view(query.shape), d_key.view(key.shape), d_value.view(value.shape), d_bias
+    return gradients.query.view(query.shape), gradients.key.view(key.shape), gradients.value.view(value.shape), d_bias
 
 
-@dense_attention_backward.register_fake
-def _(output_gradient, query, key, value, *arguments):  # type: ignore[no-untyped-def]
-    attn_bias, bias_gradient = arguments[6], arguments[11]
-    d_bias = attn_bias if bias_gradient and attn_bias is not None else query.new_empty(0, dtype=compute_dtype(query))
-    return tuple(
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value, d_bias)
-    )
+def _run_backward(
+    problem: Problem,
+    heads: slice,
+    mode: int,
+    settings: tuple[int, bool],
+    d_output: Tensor,
+    output: Tensor,
+    u: Tensor,
+    v: Tensor,
+    buffers: tuple[Tensor, Tensor],
+    gradients: _Gradients,
+) -> None:
+    """Backward of some heads that have the same mode.
+
+    The rank-T correction begins with the sums of P * dL/dP over rows and columns. They equal dO.O and V.dV, and then
+    one product makes both terms of dL/dC. Where the map is peaked, though, dL/dC is nearly nothing, and rounding the
+    two terms in two ways would be all of it: there the sums are taken from the very products that they are subtracted
+    from, which is 50 times more accurate on saturated maps and costs a tenth of the time.
+    """
+    n_iters, detached = settings
+    map_, work = buffers
+    query, key, value = problem.queries(heads), problem.keys(heads), problem.values(heads)
+    d_out = hide(d_output[heads].to(problem.dtype), problem.query_mask, heads)
+    width = value.shape[2]
+    wide = min(problem.n, problem.m) > 2 * width  # copying the tokens is cheap against the map
+    left, right = d_out, value
+    if mode == BOUNDED:  # K is the final coupling itself, and the scalings are relative to it
+        ratio = problem.targets(heads)[2]
+        final_u, final_v = u[-1], v[-1]
+        if wide and problem.attn_bias is None:
+            _coupling_by_product(problem, query, key, final_u, final_v, work)
+            torch.exp2(work, out=map_)
+        else:
+            make_kernel(problem, heads, mode, query, key, work, map_)
+            map_.mul_(final_u.unsqueeze(2)).mul_(final_v.unsqueeze(1))
+        u, v = u / final_u, v / final_v
+        if problem.query_mask is not None or problem.key_mask is not None:
+            u.nan_to_num_(nan=0.0)  # 0 / 0 at what is masked
+            v.nan_to_num_(nan=0.0)
+        peaked = bool(map_.amax() > PEAK)
+    else:
+        ratio = make_kernel(problem, heads, mode, query, key, work, map_)[3]
+        left, right = d_out * u[-1].unsqueeze(2), value * v[-1].unsqueeze(2)
+        peaked = True
+    dropout = problem.dropout(heads)
+    if dropout is None:
+        d_value = torch.bmm(map_.transpose(1, 2), left)
+    else:
+        d_value = torch.bmm(torch.mul(map_, dropout, out=work).transpose(1, 2), left)
+    if mode != BOUNDED:
+        d_value.mul_(v[-1].unsqueeze(2))
+    correction = ratio, u, v, n_iters
+    if not peaked:
+        row_sums = (d_out * output[heads]).sum(2).unsqueeze(1)
+        column_sums = (value * d_value).sum(2).unsqueeze(1)
+        rank = scores_gradient(map_, *correction, row_sums, column_sums, detached)
+        if wide and dropout is None:
+            left = torch.cat([left, rank[0].transpose(1, 2)], 2)
+            right = torch.cat([right, rank[1].transpose(1, 2)], 2)
+            torch.bmm(left, right.transpose(1, 2), out=work)
+        else:
+            torch.bmm(left, right.transpose(1, 2), out=work)
+            if dropout is not None:
+                work.mul_(dropout)
+            work.baddbmm_(rank[0].transpose(1, 2), rank[1])
+    else:
+        torch.bmm(left, right.transpose(1, 2), out=work)
+        if dropout is not None:
+            work.mul_(dropout)
+        with borrow(tuple(work.shape), dtype=work.dtype) as (weighted,):
+            torch.mul(work, map_, out=weighted)
+            row_sums = torch.bmm(weighted.new_ones(1, 1, problem.m).expand(len(work), 1, -1), weighted.transpose(1, 2))
+            column_sums = torch.bmm(weighted.new_ones(1, 1, problem.n).expand(len(work), 1, -1), weighted)
+        rank = scores_gradient(map_, *correction, row_sums, column_sums, detached)
+        work.baddbmm_(rank[0].transpose(1, 2), rank[1])
+    gradients.write(heads, query, key, map_.mul_(work), d_value)
 
 
-def _save_attention(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, n_iters, scale, detached, attn_bias, query_mask, key_mask, dropout_keep, dropout_p = inputs
-    ctx.save_for_backward(query, key, value, *output[1:], attn_bias, query_mask, key_mask, dropout_keep)
-    ctx.settings = n_iters, scale, detached
-    ctx.dropout_p = dropout_p
-    ctx.set_materialize_grads(False)
+def _coupling_by_product(problem: Problem, query: Tensor, key: Tensor, u: Tensor, v: Tensor, scores: Tensor) -> None:
+    """Log2 of the final coupling (heads, n, m) by one product: the potentials are two more columns of its factors."""
+    one, row, column = query.new_ones(()), u.log2().unsqueeze(2), v.log2().unsqueeze(2)
+    left = torch.cat([query * (problem.scale * LOG2E), row, one.expand_as(row)], 2)
+    right = torch.cat([key, one.expand_as(column), column], 2)
+    torch.bmm(left, right.transpose(1, 2), out=scores)
 
 
-def _attention_backward(ctx, output_gradient, *_):  # type: ignore[no-untyped-def]
-    if output_gradient is None:
-        return (None,) * 11
-    query, key, value, u, v, in_log_domain, attn_bias, query_mask, key_mask, dropout_keep = ctx.saved_tensors
-    tensors = query, key, value, u, v, in_log_domain
-    masks = attn_bias, query_mask, key_mask, dropout_keep
-    d_query, d_key, d_value, d_bias = dense_attention_backward(
-        output_gradient, *tensors, *ctx.settings, *masks, ctx.dropout_p, ctx.needs_input_grad[6]
-    )
-    d_bias = d_bias if ctx.needs_input_grad[6] else None
-    return d_query, d_key, d_value, None, None, None, d_bias, None, None, None, None
+def _backward_in_log_domain(
+    problem: Problem,
+    heads: Tensor | slice,
+    n_iters: int,
+    detached: bool,
+    d_output: Tensor,
+    gradients: _Gradients,
+    dtype: torch.dtype,
+) -> None:
+    scores, value = problem.scores(heads, dtype, 1.0), problem.values(heads, dtype)
+    d_out = hide(d_output[heads].to(dtype), problem.query_mask, heads)
+    coupling = log_domain_coupling(scores, n_iters)[2]
+    d_coupling = torch.bmm(d_out, value.transpose(1, 2))
+    dropout = problem.dropout(heads, dtype)
+    if dropout is not None:
+        coupling.mul_(dropout)
+        d_coupling.mul_(dropout)
+    d_value = torch.bmm(coupling.transpose(1, 2), d_out)
+    d_scores = log_domain_scores_gradient(scores, n_iters, d_coupling, detached)
+    gradients.write(heads, problem.queries(heads, dtype), problem.keys(heads, dtype), d_scores, d_value)
 
 
-def _refuse_double_backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-    raise NotImplementedError(NO_DOUBLE_BACKWARD)
+# ---------------------------------------------------------------------------------------------------------- coupling
 
 
-dense_attention.register_autograd(_attention_backward, setup_context=_save_attention)
-dense_attention_backward.register_autograd(_refuse_double_backward)
-
-
-# ------------------------------------------------------------------------------------------------- coupling operator
-
-
-@torch.library.custom_op("sinkhorn_attention::dense_coupling", mutates_args=())
-def dense_coupling(
-    scores: Tensor, n_iters: int, query_mask: Tensor | None, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The coupling of given scores (..., n, m), then the scalings and flags that `dense_attention` returns too."""
-    problem = coupling_problem(scores, query_mask, key_mask)
-    n, m, dtype = problem.n, problem.m, problem.dtype
-    u, v, in_log_domain = empty_scalings(scores, problem.heads, n, m, n_iters)
-    result = scores.new_empty(scores.shape, dtype=dtype)
-    coupling = result.view(problem.heads, n, m)
-
-    def fill_in_log_domain(heads: Tensor | slice, log_dtype: torch.dtype) -> None:
-        coupling[heads] = log_domain_coupling(problem.scores(heads, log_dtype, 1.0), n_iters)[2].to(dtype)
-
-    with torch.autocast(scores.device.type, enabled=False):
-        for heads in problem.chunks(scores.device):
-            if in_log_domain_throughout(scores.device):
-                fill_in_log_domain(heads, dtype)
-                continue
-            kernel, *exponentials = exponentiate(problem.scores(heads, dtype, LOG2E))
-            scale_rows_and_columns(kernel, n_iters, tuple(exponentials), u[heads], v[heads])
-            torch.mul(kernel.mul_(u[heads, -1].unsqueeze(2)), v[heads, -1].unsqueeze(1), out=coupling[heads])
-            untrusted = split_by_guard(heads, u[heads], v[heads])
-            in_log_domain[untrusted] = True
-            for group in log_domain_groups(untrusted, n, m):
-                fill_in_log_domain(group, torch.float64)
-    return result, u, v, in_log_domain
-
-
-@dense_coupling.register_fake
-def _(scores, n_iters, query_mask, key_mask):  # type: ignore[no-untyped-def]
-    n, m, heads = scores.shape[-2], scores.shape[-1], math.prod(scores.shape[:-2])
-    coupling = scores.new_empty(scores.shape, dtype=compute_dtype(scores))
-    return coupling, *empty_scalings(scores, heads, n, m, n_iters)
-
-
-def coupling_problem(scores: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> _Problem:
+def coupling_problem(scores: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Problem:
     """The matrices of given scores."""
     lead, (n, m) = scores.shape[:-2], scores.shape[-2:]
-    return _Problem(lead, n, m, compute_dtype(scores), query_mask, key_mask, given_scores=scores)
+    return Problem(lead, n, m, compute_dtype(scores), query_mask, key_mask, given_scores=scores)
 
 
-@torch.library.custom_op("sinkhorn_attention::dense_coupling_backward", mutates_args=())
-def dense_coupling_backward(
+def coupling_forward(
+    scores: Tensor, n_iters: int, query_mask: Tensor | None, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The coupling of given scores (..., n, m), then what `empty_state` makes."""
+    problem = coupling_problem(scores, query_mask, key_mask)
+    n, m, dtype = problem.n, problem.m, problem.dtype
+    u, v, mode = empty_state(scores, problem.heads, n, m, n_iters)
+    result = scores.new_empty(scores.shape, dtype=dtype)
+    coupling = result.view(problem.heads, n, m)
+    size = chunk_size(n, m, dtype, scores.device)
+    with torch.autocast(scores.device.type, enabled=False):
+        if in_log_domain_throughout(scores.device):
+            for heads, _ in runs([LOG_DOMAIN] * problem.heads, size):
+                coupling[heads] = log_domain_coupling(problem.scores(heads, dtype, 1.0), n_iters)[2]
+            return result, u, v, mode
+        mode.copy_(~bounded_heads(problem))
+        for heads, head_mode in runs(mode.tolist(), size):
+            kernel, rows, columns = coupling[heads], u[:, heads], v[:, heads]
+            first, *targets, _, has_empty = make_kernel(problem, heads, head_mode, None, None, kernel, kernel)
+            columns[0].unsqueeze(1).copy_(first)
+            half_steps(kernel, n_iters, rows, columns, targets[0], targets[1], has_empty)
+            kernel.mul_(rows[-1].unsqueeze(2)).mul_(columns[-1].unsqueeze(1))
+            if head_mode == SHIFTED:
+                mode[heads].masked_fill_(~trusted_heads(rows, columns), LOG_DOMAIN)
+        for group in _log_domain_groups(mode, problem):
+            coupling[group] = log_domain_coupling(problem.scores(group, torch.float64, 1.0), n_iters)[2].to(dtype)
+    return result, u, v, mode
+
+
+def coupling_backward(
     coupling_gradient: Tensor,
     scores: Tensor,
-    row_scalings: Tensor,
-    column_scalings: Tensor,
-    in_log_domain: Tensor,
+    u: Tensor,
+    v: Tensor,
+    mode: Tensor,
     n_iters: int,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
@@ -502,7 +605,7 @@ def dense_coupling_backward(
     """The gradient with respect to the scores."""
     problem = coupling_problem(scores, query_mask, key_mask)
     n, m, dtype = problem.n, problem.m, problem.dtype
-    d_coupling = coupling_gradient.reshape(-1, n, m)
+    d_coupling = coupling_gradient.reshape(problem.heads, n, m)
     d_scores = torch.empty_like(d_coupling, dtype=scores.dtype, memory_format=torch.contiguous_format)
 
     def differentiate_in_log_domain(heads: Tensor | slice, log_dtype: torch.dtype) -> None:
@@ -510,46 +613,30 @@ def dense_coupling_backward(
         gradient = log_domain_scores_gradient(log_scores, n_iters, d_coupling[heads].to(log_dtype), False)
         d_scores[heads] = gradient.to(scores.dtype)
 
-    def differentiate(heads: slice) -> None:
-        kernel, _, _, _, ratio = exponentiate(problem.scores(heads, dtype, LOG2E))
-        u, v = row_scalings[heads], column_scalings[heads]
-        direct = d_coupling[heads] * u[:, -1].unsqueeze(2) * v[:, -1].unsqueeze(1)
-        weighted = direct * kernel
-        row_sums, column_sums = weighted.sum(2).unsqueeze(1), weighted.sum(1, keepdim=True)
-        left, right = scores_gradient(kernel, ratio, u, v, n_iters, row_sums, column_sums, False)
-        d_scores[heads] = direct.baddbmm_(left.transpose(1, 2), right).mul_(kernel).to(scores.dtype)
-
+    size = chunk_size(n, m, dtype, scores.device)
     with torch.autocast(scores.device.type, enabled=False):
-        for heads in problem.chunks(scores.device):
-            if in_log_domain_throughout(scores.device):
+        if in_log_domain_throughout(scores.device):
+            for heads, _ in runs([LOG_DOMAIN] * problem.heads, size):
                 differentiate_in_log_domain(heads, dtype)
-                continue
-            differentiate(heads)
-            for group in log_domain_groups(in_log_domain[heads].nonzero().squeeze(1) + heads.start, n, m):
-                differentiate_in_log_domain(group, torch.float64)
+            return d_scores.view(scores.shape)
+        shape = min(size, problem.heads), n, m
+        with borrow(shape, shape, dtype=dtype) as (maps, scratch):
+            for heads, head_mode in runs(mode.tolist(), size):
+                if head_mode == LOG_DOMAIN:
+                    continue
+                kernel, weighted = maps[: heads.stop - heads.start], scratch[: heads.stop - heads.start]
+                rows, columns = u[:, heads], v[:, heads]
+                ratio = make_kernel(problem, heads, head_mode, None, None, kernel, kernel)[3]
+                direct = d_coupling[heads] * rows[-1].unsqueeze(2)
+                direct.mul_(columns[-1].unsqueeze(1))
+                torch.mul(direct, kernel, out=weighted)
+                sums = weighted.sum(2).unsqueeze(1), weighted.sum(1, keepdim=True)
+                left, right = scores_gradient(kernel, ratio, rows, columns, n_iters, *sums, False)
+                d_scores[heads] = direct.baddbmm_(left.transpose(1, 2), right).mul_(kernel)
+        for group in _log_domain_groups(mode, problem):
+            differentiate_in_log_domain(group, torch.float64)
     return d_scores.view(scores.shape)
 
 
-@dense_coupling_backward.register_fake
-def _(coupling_gradient, scores, *_):  # type: ignore[no-untyped-def]
-    return torch.empty_like(scores, memory_format=torch.contiguous_format)
-
-
-def _save_coupling(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    scores, ctx.n_iters, query_mask, key_mask = inputs
-    ctx.save_for_backward(scores, *output[1:], query_mask, key_mask)
-    ctx.set_materialize_grads(False)
-
-
-def _coupling_backward(ctx, coupling_gradient, *_):  # type: ignore[no-untyped-def]
-    if coupling_gradient is None:
-        return (None,) * 4
-    scores, u, v, in_log_domain, query_mask, key_mask = ctx.saved_tensors
-    gradient = dense_coupling_backward(
-        coupling_gradient, scores, u, v, in_log_domain, ctx.n_iters, query_mask, key_mask
-    )
-    return gradient, None, None, None
-
-
-dense_coupling.register_autograd(_coupling_backward, setup_context=_save_coupling)
-dense_coupling_backward.register_autograd(_refuse_double_backward)
+dense_attention = AttentionOperator("dense", attention_forward, attention_backward, empty_state)
+dense_coupling = CouplingOperator("dense", coupling_forward, coupling_backward, empty_state)

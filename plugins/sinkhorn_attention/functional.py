@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .dense import compute_dtype, dense_attention, dense_coupling, dropout_factor
+from .dense import dense_attention, dense_coupling
 from .implicit import implicit_attention
 from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
+from .operators import compute_dtype, is_eager
+from .problem import dropout_factor
 from .reference import sinkhorn_attention_reference
 
 BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
@@ -44,7 +46,7 @@ def sinkhorn(
     if scores.numel() == 0:
         return scores.clone()
     refuse_transforms(scores)
-    return dense_coupling(scores, n_iters, query_mask, key_mask)[0].to(scores.dtype)
+    return dense_coupling(scores, n_iters, query_mask, key_mask).to(scores.dtype)
 
 
 def sinkhorn_attention(
@@ -119,7 +121,7 @@ def sinkhorn_attention(
     refuse_transforms(query, key, value, attn_bias)
     if backend == "triton":
         return in_triton(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p)
-    output = dense_attention(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p)[0]
+    output = dense_attention(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p)
     return output.to(dtype)
 
 
@@ -296,5 +298,5 @@ def check_bias(attn_bias: Tensor, shape: tuple[int, ...], device: torch.device, 
         raise ValueError(f"attn_bias must be broadcastable to {shape}, got {tuple(attn_bias.shape)}")
     if may_be_causal:
         return
-    if attn_bias.device.type == "cpu" and not torch.compiler.is_compiling() and is_causal_bias(attn_bias.detach()):
+    if attn_bias.device.type == "cpu" and is_eager(attn_bias) and is_causal_bias(attn_bias.detach()):
         raise ValueError(f"attn_bias is a causal mask. {CAUSAL_REFUSAL}")

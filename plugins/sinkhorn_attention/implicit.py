@@ -26,8 +26,10 @@ import math
 import torch
 from torch import Tensor
 
-from .dense import LOG2E, compute_dtype, exponentiate, scale_rows_and_columns, split_by_guard
+from .dense import exponentiate, half_steps, trusted_heads
 from .log_domain import log_half_step, target_ratio
+from .operators import compute_dtype
+from .problem import LOG2E
 
 #: Largest deviation of a row or column sum, relative to its target, at which the derivative is still given.
 CONVERGENCE_TOLERANCE = 1e-3
@@ -134,20 +136,22 @@ def _(scores: Tensor, n_iters: int) -> Tensor:
 
 def _in_exponential_domain(scores: Tensor, n_iters: int) -> tuple[Tensor, Tensor]:
     """Couplings (heads, n, m) and the indices of the heads that left the range trusted; see dense.py."""
-    kernel, v, rows, columns, ratio = exponentiate(scores * LOG2E)
+    kernel, first, row_target, column_target, _ = exponentiate(scores * LOG2E)
     heads, n, m = kernel.shape
-    largest_u, largest_v = kernel.new_zeros(heads, 1, 1), v.amax(2, keepdim=True)
-    u, done = kernel.new_ones(heads, 1, n), 0
+    v = first.transpose(0, 1)
+    largest_u, largest_v = kernel.new_zeros(1, heads, 1), v.amax(2, keepdim=True)
+    u, done = kernel.new_ones(1, heads, n), 0
     while done < n_iters:
         count = min(BLOCK, n_iters - done)  # BLOCK is even: each block begins with a row step
-        rows_kept = kernel.new_empty(heads, (count + 1) // 2, n)
-        columns_kept = kernel.new_empty(heads, count // 2 + 1, m)
-        scale_rows_and_columns(kernel, count, (v, rows, columns, ratio), rows_kept, columns_kept)
-        largest_u = torch.maximum(largest_u, rows_kept.amax((1, 2), keepdim=True))
-        largest_v = torch.maximum(largest_v, columns_kept.amax((1, 2), keepdim=True))
-        u, v, done = rows_kept[:, -1:], columns_kept[:, -1:], done + count
-    untrusted = split_by_guard(slice(0, heads), largest_u, largest_v)
-    return kernel.mul_(u.transpose(1, 2)).mul_(v), untrusted
+        rows_kept = kernel.new_empty((count + 1) // 2, heads, n)
+        columns_kept = kernel.new_empty(count // 2 + 1, heads, m)
+        columns_kept[0] = v[0]
+        half_steps(kernel, count, rows_kept, columns_kept, row_target, column_target, has_empty=True)
+        largest_u = torch.maximum(largest_u, rows_kept.amax((0, 2), keepdim=True))
+        largest_v = torch.maximum(largest_v, columns_kept.amax((0, 2), keepdim=True))
+        u, v, done = rows_kept[-1:], columns_kept[-1:], done + count
+    untrusted = (~trusted_heads(largest_u, largest_v)).nonzero().squeeze(1)
+    return kernel.mul_(u[0].unsqueeze(2)).mul_(v[0].unsqueeze(1)), untrusted
 
 
 def _in_log_domain(scores: Tensor, n_iters: int) -> Tensor:

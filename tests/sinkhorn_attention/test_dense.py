@@ -218,9 +218,8 @@ def test_guard_is_taken_per_matrix_and_right_on_both_sides(
 ) -> None:
     """With peaked logits and many half-steps some heads leave the bound, others of the same batch do not."""
     problem = make_problem(10, 10, n_iters, std=100, lead=(4, 6))
-    arguments = (n_iters, 8**-0.5, False, None, None, None, None, 0.0)
     single = [tensor.float() for tensor in problem[:3]]
-    in_log_domain = dense.dense_attention(*single, *arguments)[3]
+    in_log_domain = torch.tensor(modes_of(*single[:2], n_iters, 8**-0.5)) == dense.LOG_DOMAIN
     if n_iters > 21:
         assert in_log_domain.any()
         assert not in_log_domain.all()
@@ -228,22 +227,78 @@ def test_guard_is_taken_per_matrix_and_right_on_both_sides(
     matches_reference(problem, dtype=torch.float32, tolerance=2e-3)
     for bound in (-1.0, 12.0, 25.0):  # in float64 both sides are exact, wherever the bound is put
         monkeypatch.setitem(dense.GUARD_LOG2, torch.float64, bound)
-        flags = dense.dense_attention(*problem[:3], *arguments)[3]
+        flags = torch.tensor(modes_of(*problem[:2], n_iters, 8**-0.5)) == dense.LOG_DOMAIN
         assert flags.all() if bound < 0 else flags.any()
         matches_reference(problem)
         matches_reference(problem._replace(options={"attn_bias": torch.randn(6, 10, 10).double(), "dropout_p": 0.2}))
         matches_reference(problem._replace(options={"gradient": "detached", "key_mask": random_mask(4, 1, 10)}))
 
 
-def test_guard_bound_is_where_it_says() -> None:
+def test_guard_b_is_where_it_says() -> None:
     """Scalings just below the bound are trusted, just above are not, and NaN never is."""
     bound = dense.GUARD_LOG2[torch.float32]
-    u, v = torch.ones(4, 1, 2), torch.ones(4, 2, 2)
-    u[0, 0, 1], v[0, 1, 0] = 2.0 ** (bound / 2), 2.0 ** (bound / 2)
-    u[1, 0, 1], v[1, 1, 0] = 2.0 ** (bound / 2), 2.0 ** (bound / 2 + 1)
-    u[2, 0, 0] = math.nan
-    u[3, 0, 0] = math.inf
-    assert dense.split_by_guard(slice(10, 14), u, v).tolist() == [11, 12, 13]
+    u, v = torch.ones(1, 4, 2), torch.ones(2, 4, 2)
+    u[0, 0, 1], v[1, 0, 0] = 2.0 ** (bound / 2), 2.0 ** (bound / 2)
+    u[0, 1, 1], v[1, 1, 0] = 2.0 ** (bound / 2), 2.0 ** (bound / 2 + 1)
+    u[0, 2, 0] = math.nan
+    u[0, 3, 0] = math.inf
+    assert dense.trusted_heads(u, v).tolist() == [True, False, False, False]
+
+
+def modes_of(query, key, n_iters: int = 3, scale: float = 1.0, **masks) -> list[int]:
+    """By which case of the guard each head was computed."""
+    masks = {"attn_bias": None, "query_mask": None, "key_mask": None} | masks
+    value = torch.ones(*key.shape[:-1], 2, dtype=key.dtype)
+    with torch.no_grad():
+        return dense.attention_forward(query, key, value, n_iters, scale, False, *masks.values(), None, 0.0)[3].tolist()
+
+
+def test_guard_a_is_where_it_says() -> None:
+    """Norms, the scale and the bias count together; NaN, infinity and a -inf in the bias are never bounded."""
+    bound = dense.BOUNDED_LOG2 / math.log2(math.e)
+    query, key = torch.zeros(1, 4, 3), torch.zeros(1, 5, 3)
+    query[0, 2, 0], key[0, 1, 1] = 2.0, 3.0  # orthogonal: the bound is by norms
+    assert modes_of(query, key, scale=0.999 * bound / 6) == [dense.BOUNDED]
+    assert modes_of(query, key, scale=1.001 * bound / 6) == [dense.SHIFTED]
+    assert modes_of(query, key, scale=-1.001 * bound / 6) == [dense.SHIFTED]
+    for sign in (1, -1):
+        bias = torch.zeros(4, 5)
+        bias[1, 1] = sign * (bound - 6) * 0.999
+        assert modes_of(query, key, attn_bias=bias) == [dense.BOUNDED]
+        bias[1, 1] = sign * (bound - 6) * 1.001
+        assert modes_of(query, key, attn_bias=bias) == [dense.SHIFTED]
+    for odd in (-math.inf, math.nan):
+        bias[1, 1] = odd
+        assert modes_of(query, key, attn_bias=bias) != [dense.BOUNDED]
+    for odd in (math.inf, math.nan):
+        query[0, 0, 0] = odd
+        assert modes_of(query, key) == [dense.LOG_DOMAIN]
+        mask = torch.tensor([[False, True, True, True]])
+        assert modes_of(query, key, query_mask=mask) == [dense.BOUNDED], "what is masked counts nowhere"
+
+
+@pytest.mark.parametrize("n_iters", [1, 4, 5, 101])
+def test_guard_a_holds_at_its_bound(make_problem, matches_reference, n_iters: int) -> None:
+    """Scores of +-bound, laid out so that rows, columns and blocks pull against each other."""
+    bound = 0.9999 * dense.BOUNDED_LOG2 / math.log2(math.e)
+    problem = make_problem(12, 12, n_iters)
+    base = torch.zeros_like(problem.query[..., :1])
+    for pattern in ("triangle", "blocks", "one row", "signs"):
+        bias = torch.full((12, 12), -bound, dtype=torch.float64)
+        if pattern == "triangle":
+            bias[torch.ones(12, 12, dtype=torch.bool).tril()] = bound
+            bias[0, -1] = bias[-1, 0] = bound
+        elif pattern == "blocks":
+            bias[:5, :7] = bias[5:, 7:] = bound
+        elif pattern == "one row":
+            bias[3] = bound
+            bias[:, 4] = bound
+        else:
+            bias = torch.where(random_mask(12, 12, keep=0.5), bound, -bound).double()
+        flat = problem._replace(query=base, key=base, options={"attn_bias": bias, "scale": 1.0})
+        assert set(modes_of(base.float(), base.float(), n_iters, attn_bias=bias.float()[None])) == {dense.BOUNDED}
+        matches_reference(flat)
+        matches_reference(flat, dtype=torch.float32, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("n_iters", [1, 2, 3, 6])
@@ -317,7 +372,7 @@ def test_saves_no_map_and_few_vectors_for_backward() -> None:
     query, key, value = (torch.randn(2, 3, n, d, requires_grad=True) for _ in range(3))
     one, many = saved_bytes(1), saved_bytes(21)
     tokens = heads * n * d * 4
-    assert one <= 3 * tokens + 3 * heads * n * 4
+    assert one <= 4 * tokens + 3 * heads * n * 4, "query, key, value, output and the scalings"
     assert many - one == 20 * heads * n * 4
     assert saved_bytes(21, dropout_p=0.1) - many <= heads * n * n, "dropout keeps one byte per entry"
 
@@ -391,12 +446,12 @@ def test_random_problems(make_problem, matches_reference, data) -> None:
 
 def test_the_column_step_matters(make_problem, matches_reference, monkeypatch) -> None:
     """A deliberately wrong engine, whose column step does nothing, is caught."""
-    honest = dense.scale_rows_and_columns
+    honest = dense.half_steps
 
-    def without_column_step(kernel, n_iters, exponentials, u, v) -> None:
-        honest(kernel, n_iters, exponentials, u, v)
-        v[:, 1:] = v[:, :1]
+    def without_column_step(kernel, n_iters, u, v, *targets) -> None:
+        honest(kernel, n_iters, u, v, *targets)
+        v[1:] = v[:1]
 
-    monkeypatch.setattr(dense, "scale_rows_and_columns", without_column_step)
+    monkeypatch.setattr(dense, "half_steps", without_column_step)
     with pytest.raises(AssertionError, match="output: off by"):
         matches_reference(make_problem(7, 7, 3))

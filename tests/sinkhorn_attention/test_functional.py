@@ -9,7 +9,9 @@ import pytest
 import torch
 from sinkhorn_attention import dense, marginal_error, sinkhorn, sinkhorn_attention
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def tokens(*lead: int, n: int = 6, m: int = 6, width: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -187,15 +189,17 @@ def test_tokens_of_width_zero_average_the_values(backend: str, scale: float | No
     torch.testing.assert_close(output, value.mean(-2, keepdim=True).expand(2, 3, 5, 4))
 
 
-def test_results_may_be_written_into() -> None:
+def test_results_may_be_written_into_or_say_that_they_may_not() -> None:
+    """As with scaled_dot_product_attention, the output is kept for the gradient: torch names a write into it."""
     scores = torch.randn(2, 5, 6, requires_grad=True)
     want = torch.autograd.grad((2 * sinkhorn(scores, 3)).square().sum(), scores)[0]
     torch.testing.assert_close(torch.autograd.grad(sinkhorn(scores, 3).mul_(2).square().sum(), scores)[0], want)
     inputs = tokens(2, 3)
-    want = torch.autograd.grad((2 * sinkhorn_attention(*inputs, 3)).square().sum(), inputs)
-    got = torch.autograd.grad(sinkhorn_attention(*inputs, 3).mul_(2).square().sum(), inputs)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sinkhorn_attention(*inputs, 3, backend="dense").mul_(2).sum().backward()
+    want = sinkhorn_attention(*inputs, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(sinkhorn_attention(*inputs, 3).mul_(2), 2 * want)
 
 
 def test_operators_pass_opcheck() -> None:
@@ -203,20 +207,50 @@ def test_operators_pass_opcheck() -> None:
     bias = torch.randn(3, 6, 6, requires_grad=True)
     mask = torch.rand(2, 1, 6) > 0.3
     keep = torch.rand(2, 3, 6, 6) > 0.2
-    plain = (query, key, value, 3, 0.5, False, None, None, None, None, 0.0)
-    full = (query, key, value, 4, 0.5, True, bias, mask, mask, keep, 0.2)
-    for arguments in (plain, full):
-        torch.library.opcheck(dense.dense_attention, arguments)
+    plain = (3, 0.5, False, None, None, None, None, 0.0)
+    full = (4, 0.5, True, bias, mask, mask, keep, 0.2)
+    operator = dense.dense_attention
+    for options in (plain, full):
+        torch.library.opcheck(operator.forward, (query, key, value, *options))
     # One sample of heads that a projection packed between the tokens: a reshape keeps its strides.
     strided = [torch.randn(1, 6, 3, 4).transpose(1, 2) for _ in range(3)]
-    _, *scalings = dense.dense_attention(*strided, *plain[3:])
-    arguments = (torch.ones(1, 3, 6, 4), *strided, *scalings, *plain[3:], False)
-    torch.library.opcheck(dense.dense_attention_backward, arguments, test_utils="test_faketensor")
+    output, *state = operator.forward(*strided, *plain)
+    arguments = (torch.ones(1, 3, 6, 4), output, *strided, *state, *plain, False)
+    torch.library.opcheck(operator.backward, arguments, test_utils="test_faketensor")
     scores = (query @ key.mT).detach().requires_grad_()
-    torch.library.opcheck(dense.dense_coupling, (scores, 3, mask, mask))
+    torch.library.opcheck(dense.dense_coupling.forward, (scores, 3, mask, mask))
     scores = torch.randn(1, 3, 6, 5).mT
-    arguments = (torch.randn(1, 3, 6, 5).mT, scores, *dense.dense_coupling(scores, 3, None, None)[1:], 3, None, None)
-    torch.library.opcheck(dense.dense_coupling_backward, arguments, test_utils="test_faketensor")
+    state = dense.dense_coupling.forward(scores, 3, None, None)[1:]
+    arguments = (torch.randn(1, 3, 6, 5).mT, scores, *state, 3, None, None)
+    torch.library.opcheck(dense.dense_coupling.backward, arguments, test_utils="test_faketensor")
+
+
+def test_traces_with_fake_tensors_and_a_bias() -> None:
+    """What may not look at data does not: neither for the causal check nor for the guard."""
+    inputs = (*tokens(2, 3), torch.randn(6, 6))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return sinkhorn_attention(query, key, value, 3, attn_bias=bias)
+
+    with torch.no_grad():
+        for mode in ("real", "fake", "symbolic"):
+            traced = make_fx(attend, tracing_mode=mode)(*inputs)
+            torch.testing.assert_close(traced(*inputs), attend(*inputs))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert attend(*inputs).shape == (2, 3, 6, 4)
+
+
+@pytest.mark.parametrize("n_iters", [1, 4])
+def test_eager_and_compiled_calls_run_the_same_engine(n_iters: int) -> None:
+    """Outside of tracing the engine is an autograd function, inside an operator: equal to the last bit."""
+    inputs = tokens(2, 3)
+    bias = torch.randn(6, 6, requires_grad=True)
+    options = (n_iters, 0.5, False, bias, None, None, None, 0.0)
+    outputs = dense.dense_attention(*inputs, *options), dense.dense_attention.forward(*inputs, *options)[0]
+    gradients = [torch.autograd.grad(output.square().sum(), (*inputs, bias)) for output in outputs]
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def assert_same_step(first: nn.Module, second: nn.Module, *inputs: Tensor) -> None:

@@ -1,0 +1,208 @@
+"""How an engine becomes an operator: one that autograd, torch.compile, export and TorchScript know.
+
+An engine is a forward and a backward function on plain tensors. Each is registered as a `torch.library` custom operator
+with a fake kernel and the backward, so that models compile without graph breaks. Calling such an operator costs about
+0.1 ms, more than attention on a small map: where nothing is being traced, the same two functions run as a
+`torch.autograd.Function`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Fills what an engine saves beside its output, from (like, heads, n, m, n_iters): three tensors.
+State = Callable[[Tensor, int, int, int, int], tuple[Tensor, Tensor, Tensor]]
+
+_OPTIONS = (
+    "int n_iters, float scale, bool detached, Tensor? attn_bias, Tensor? query_mask, Tensor? key_mask, "
+    "Tensor? dropout_keep, float dropout_p"
+)
+_TOKENS = "Tensor query, Tensor key, Tensor value"
+_STATE = "Tensor rows, Tensor columns, Tensor mode"
+_FOUR = "(Tensor, Tensor, Tensor, Tensor)"
+
+
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Whether the tensors are plain ones with data and nothing is tracing, so that code may look at what they hold."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(tensor is None or type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
+
+
+def refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:
+    """Second derivatives would be those of a hand-written backward."""
+    raise NotImplementedError(
+        "this backend of Sinkhorn attention has a hand-written backward that cannot be differentiated again; "
+        "use backend='reference' for second derivatives"
+    )
+
+
+class _RefuseSecondDerivative(torch.autograd.Function):
+    """Passes gradients on, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+    backward = staticmethod(refuse_double_backward)
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Scores and scalings are kept in float32 at least."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+class _Operator:
+    """A forward and a backward function, registered as custom operators and as an autograd function.
+
+    Subclasses say what autograd keeps (`save`) and how its backward calls the engine's (`differentiate`).
+    """
+
+    def __init__(
+        self, name: str, forward: Callable, backward: Callable, schema: str, backward_schema: str, fakes: list[Callable]
+    ) -> None:
+        custom_op = torch.library.custom_op
+        name = f"sinkhorn_attention::{name}"
+        self.forward = custom_op(name, forward, mutates_args=(), schema=schema)
+        self.backward = custom_op(f"{name}_backward", backward, mutates_args=(), schema=backward_schema)
+        self.forward.register_fake(fakes[0])
+        self.backward.register_fake(fakes[1])
+
+        def backward_of_operator(ctx: Any, output_gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
+            return self.differentiate(ctx, output_gradient, self.backward)
+
+        self.forward.register_autograd(backward_of_operator, setup_context=self.save)
+        self.backward.register_autograd(refuse_double_backward)
+        self.function = self._make_function(forward, backward)
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """The first result of forward; arguments as forward's."""
+        if is_eager(*(argument for argument in arguments if isinstance(argument, Tensor))):
+            return self.function.apply(*arguments)
+        return self.forward(*arguments)[0]
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def differentiate(ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def _make_function(self, forward: Callable, backward: Callable) -> type[torch.autograd.Function]:
+        save, differentiate = self.save, self.differentiate
+
+        def once_differentiable(*arguments: Any) -> Any:
+            with torch.no_grad():
+                gradients = backward(*arguments)
+            if not torch.is_grad_enabled():
+                return gradients
+            several = isinstance(gradients, tuple)
+            fresh = [gradient.requires_grad_() for gradient in (gradients if several else (gradients,))]
+            refusing = _RefuseSecondDerivative.apply(*fresh)
+            return refusing if several else refusing[0]
+
+        class Engine(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: Any) -> Tensor:
+                output = forward(*inputs)
+                save(ctx, inputs, output)
+                return output[0]
+
+            @staticmethod
+            def backward(ctx: Any, output_gradient: Tensor | None) -> tuple[Any, ...]:
+                return differentiate(ctx, output_gradient, once_differentiable)
+
+        return Engine
+
+
+class AttentionOperator(_Operator):
+    """An attention engine as an operator.
+
+    Args:
+        name: of the engine; the operators are `sinkhorn_attention::{name}_attention` and `..._backward`.
+        forward: (query, key, value, n_iters, scale, detached, attn_bias, query_mask, key_mask, dropout_keep, dropout_p)
+            -> output, contiguous and in float32 at least, and the state (rows, columns, mode).
+        backward: (output_gradient, output, query, key, value, *state, n_iters, scale, ..., bias_gradient) ->
+            contiguous gradients of query, key, value, and of attn_bias, in its shape and dtype, if asked for, otherwise
+            an empty tensor.
+        state: makes an uninitialised state.
+    """
+
+    def __init__(self, name: str, forward: Callable, backward: Callable, state: State) -> None:
+        def fake(query, key, value, n_iters, *options):  # type: ignore[no-untyped-def]
+            heads, n, m = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
+            output = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=compute_dtype(query))
+            return output, *state(query, heads, n, m, n_iters)
+
+        def backward_fake(output_gradient, output, query, key, value, *arguments):  # type: ignore[no-untyped-def]
+            attn_bias, bias_gradient = arguments[6], arguments[11]
+            d_bias = attn_bias if bias_gradient and attn_bias is not None else output.new_empty(0)
+            return tuple(_contiguous_like(tensor) for tensor in (query, key, value, d_bias))
+
+        given = f"Tensor output_gradient, Tensor output, {_TOKENS}, {_STATE}, {_OPTIONS}, bool bias_gradient"
+        schemas = f"({_TOKENS}, {_OPTIONS}) -> {_FOUR}", f"({given}) -> {_FOUR}"
+        super().__init__(f"{name}_attention", forward, backward, *schemas, [fake, backward_fake])
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        query, key, value, n_iters, scale, detached, *masks, dropout_p = inputs
+        ctx.save_for_backward(output[0], query, key, value, *output[1:], *masks)
+        ctx.settings = n_iters, scale, detached
+        ctx.dropout_p = dropout_p
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def differentiate(ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
+        if output_gradient is None:
+            return (None,) * 11
+        saved = ctx.saved_tensors
+        tensors, masks = saved[:7], saved[7:]
+        needs_bias = ctx.needs_input_grad[6]
+        gradients = backward(output_gradient, *tensors, *ctx.settings, *masks, ctx.dropout_p, needs_bias)
+        return *gradients[:3], None, None, None, gradients[3] if needs_bias else None, None, None, None, None
+
+
+class CouplingOperator(_Operator):
+    """The coupling of given scores as an operator.
+
+    Args:
+        name: of the engine; the operators are `sinkhorn_attention::{name}_coupling` and `..._backward`.
+        forward: (scores, n_iters, query_mask, key_mask) -> coupling, contiguous and in float32 at least, and the state.
+        backward: (coupling_gradient, scores, *state, n_iters, query_mask, key_mask) -> gradient of the scores.
+        state: makes an uninitialised state.
+    """
+
+    def __init__(self, name: str, forward: Callable, backward: Callable, state: State) -> None:
+        def fake(scores, n_iters, query_mask, key_mask):  # type: ignore[no-untyped-def]
+            n, m, heads = scores.shape[-2], scores.shape[-1], math.prod(scores.shape[:-2])
+            coupling = scores.new_empty(scores.shape, dtype=compute_dtype(scores))
+            return coupling, *state(scores, heads, n, m, n_iters)
+
+        def backward_fake(coupling_gradient, scores, *_):  # type: ignore[no-untyped-def]
+            return _contiguous_like(scores)
+
+        options = "int n_iters, Tensor? query_mask, Tensor? key_mask"
+        backward_schema = f"(Tensor coupling_gradient, Tensor scores, {_STATE}, {options}) -> Tensor"
+        schemas = f"(Tensor scores, {options}) -> {_FOUR}", backward_schema
+        super().__init__(f"{name}_coupling", forward, backward, *schemas, [fake, backward_fake])
+
+    @staticmethod
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        scores, ctx.n_iters, query_mask, key_mask = inputs
+        ctx.save_for_backward(scores, *output[1:], query_mask, key_mask)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def differentiate(ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
+        if output_gradient is None:
+            return (None,) * 4
+        *tensors, query_mask, key_mask = ctx.saved_tensors
+        return backward(output_gradient, *tensors, ctx.n_iters, query_mask, key_mask), None, None, None
+
+
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

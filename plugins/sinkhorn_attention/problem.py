@@ -1,0 +1,147 @@
+"""One attention call as every engine sees it: leading dimensions flattened to heads, padding hidden, chunks cut."""
+
+import math
+
+import torch
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+
+
+def dropout_factor(keep: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
+    """What multiplies the coupling: 1 / (1 - p) where kept, 0 elsewhere."""
+    return keep.to(dtype).mul_(0.0 if dropout_p >= 1 else 1 / (1 - dropout_p))
+
+
+def hide(tokens: Tensor, mask: Tensor | None, heads: slice | Tensor) -> Tensor:
+    """Zeroes tokens (heads, length, d) where the mask (all heads, length) is False: padding may hold anything."""
+    return tokens if mask is None else tokens.masked_fill(~mask[heads].unsqueeze(2), 0.0)
+
+
+class Problem:
+    """Views of one call's tensors with the leading dimensions flattened to `heads`, sliced chunk by chunk.
+
+    Either (query, key) with an optional bias or given scores make the matrices; see `scores`.
+
+    Args:
+        lead: the leading dimensions.
+        n: number of queries.
+        m: number of keys.
+        dtype: of the arithmetic.
+        query_mask: broadcastable to (lead..., n), True = takes part.
+        key_mask: broadcastable to (lead..., m), likewise.
+        query: (lead..., n, d).
+        key: (lead..., m, d).
+        value: (lead..., m, d_v).
+        scale: factor of the scores.
+        attn_bias: broadcastable to (lead..., n, m), floating, -inf = no support.
+        dropout_keep: (lead..., n, m), boolean.
+        dropout_p: probability of dropping.
+        given_scores: (lead..., n, m), in place of query, key, scale and bias.
+    """
+
+    def __init__(
+        self,
+        lead: torch.Size,
+        n: int,
+        m: int,
+        dtype: torch.dtype,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+        query: Tensor | None = None,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        scale: float = 1.0,
+        attn_bias: Tensor | None = None,
+        dropout_keep: Tensor | None = None,
+        dropout_p: float = 0.0,
+        given_scores: Tensor | None = None,
+    ) -> None:
+        self.heads, self.n, self.m = math.prod(lead), n, m
+        self.dtype = dtype
+        self.scale = scale
+        self.query_mask = None if query_mask is None else query_mask.expand(*lead, n).reshape(-1, n)
+        self.key_mask = None if key_mask is None else key_mask.expand(*lead, m).reshape(-1, m)
+        self.query = None if query is None else query.reshape(self.heads, n, query.shape[-1])
+        self.key = None if key is None else key.reshape(self.heads, m, key.shape[-1])
+        self.value = None if value is None else value.reshape(self.heads, m, value.shape[-1])
+        self.keep = None if dropout_keep is None else dropout_keep.reshape(self.heads, n, m)
+        self.dropout_p = dropout_p
+        self.given_scores = None if given_scores is None else given_scores.reshape(self.heads, n, m)
+        self.attn_bias = self.bias_head = None
+        if attn_bias is not None:
+            # The bias stays as small as it came: bias_head[h] says which of its matrices belongs to head h.
+            bias_lead = (1,) * (len(lead) + 2 - attn_bias.dim()) + attn_bias.shape[:-2]
+            self.attn_bias = attn_bias.reshape(-1, *attn_bias.shape[-2:])
+            index = torch.arange(self.attn_bias.shape[0], device=attn_bias.device).view(bias_lead)
+            self.bias_head = index.expand(lead).reshape(-1)
+
+    def queries(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The queries of some heads, (heads, n, d), zero where masked."""
+        assert self.query is not None
+        return hide(self.query[heads].to(dtype or self.dtype), self.query_mask, heads)
+
+    def keys(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The keys of some heads, (heads, m, d), zero where masked."""
+        assert self.key is not None
+        return hide(self.key[heads].to(dtype or self.dtype), self.key_mask, heads)
+
+    def values(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The values of some heads, (heads, m, d_v), zero where masked."""
+        assert self.value is not None
+        return hide(self.value[heads].to(dtype or self.dtype), self.key_mask, heads)
+
+    def bias(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+        """The bias of some heads, (heads, n or 1, m or 1)."""
+        if self.attn_bias is None or self.bias_head is None:
+            return None
+        if self.attn_bias.shape[0] == 1:
+            return self.attn_bias.to(dtype or self.dtype)
+        return self.attn_bias[self.bias_head[heads]].to(dtype or self.dtype)
+
+    def dropout(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+        """What multiplies the coupling of some heads, (heads, n, m); None without dropout."""
+        return None if self.keep is None else dropout_factor(self.keep[heads], self.dropout_p, dtype or self.dtype)
+
+    def scores(self, heads: slice | Tensor, dtype: torch.dtype, unit: float) -> Tensor:
+        """The scores times `unit` of some heads, (heads, n, m), as a new tensor; -inf outside the support."""
+        if self.given_scores is None:
+            scores = torch.bmm(
+                self.queries(heads, dtype) * (self.scale * unit), self.keys(heads, dtype).transpose(1, 2)
+            )
+            bias = self.bias(heads, dtype)
+            if bias is not None:
+                scores.add_(bias, alpha=unit)
+        else:
+            scores = self.given_scores[heads].to(dtype) * unit
+        self.hide_scores_(scores, heads)
+        return scores
+
+    def hide_scores_(self, scores: Tensor, heads: slice | Tensor) -> None:
+        """Puts -inf into masked rows and columns of scores (heads, n, m)."""
+        if self.query_mask is not None:
+            scores.masked_fill_(~self.query_mask[heads].unsqueeze(2), -math.inf)
+        if self.key_mask is not None:
+            scores.masked_fill_(~self.key_mask[heads].unsqueeze(1), -math.inf)
+
+    def targets(self, heads: slice | Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, bool]:
+        """What rows and columns should sum to by the masks, for maps without a -inf.
+
+        Returns:
+            The row sums (heads, 1, n), 1 or 0, None if 1 throughout; the column sums (heads, 1, m), n_valid / m_valid
+            or 0, None if 1 throughout; n_valid / m_valid, (heads, 1, 1), 1 where nothing is valid, so that it divides;
+            and whether a head has nothing valid.
+        """
+        if self.query_mask is None and self.key_mask is None:
+            ratio = torch.full((1, 1, 1), self.n / self.m, dtype=self.dtype)
+            return None, None if self.n == self.m else ratio, ratio, False
+        count = self.query_mask if self.query_mask is not None else self.key_mask
+        assert count is not None
+        full = torch.ones(count[heads].shape[0], 1, 1, dtype=torch.bool)
+        rows = full if self.query_mask is None else self.query_mask[heads].unsqueeze(1)
+        columns = full if self.key_mask is None else self.key_mask[heads].unsqueeze(1)
+        n_valid = rows.sum(2, keepdim=True) * (self.n if rows is full else 1)
+        m_valid = columns.sum(2, keepdim=True) * (self.m if columns is full else 1)
+        ratio = torch.where(n_valid > 0, n_valid.to(self.dtype) / m_valid.clamp(min=1), 1.0)
+        empty = (n_valid == 0) | (m_valid == 0)
+        return (rows & ~empty).to(self.dtype), ratio * (columns & ~empty), ratio, bool(empty.any())
