@@ -48,6 +48,37 @@ def test_surplus_slots_repeat_the_nearest(ragged):
     assert (found[:, 5:] == found[:, :1]).all()
 
 
+def lattice(n):
+    """Points of a grid in some order: most distances occur many times."""
+    grid = torch.cartesian_prod(*[torch.arange(5.0)] * 3) / 3
+    return grid[torch.randperm(125, generator=torch.Generator().manual_seed(0))[:n]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("before", [0, 37])
+def test_equally_near_points_do_not_depend_on_the_padding(dtype, before):
+    """Where topk and a rounded centroid decide ties, a padded cloud has other neighbours than the cloud alone."""
+    alone = lattice(90).to(dtype)[None]
+    padded = torch.zeros(1, 490, 3, dtype=dtype)
+    padded[:, before : before + 90] = alone
+    mask = torch.zeros(1, 490, dtype=torch.bool)
+    mask[:, before : before + 90] = True
+    found = knn(alone, alone, 8)
+    assert torch.equal(knn(alone, padded, 8, mask) - before, found)
+    assert torch.equal(farthest_point_sample(padded, 20, mask) - before, farthest_point_sample(alone, 20))
+    distances = torch.cdist(alone, alone, compute_mode="donot_use_mm_for_euclid_dist")[0]
+    for row, neighbors in enumerate(found[0].tolist()):
+        by_distance = sorted(range(90), key=lambda j, row=row: (distances[row, j].item(), j))
+        assert neighbors == by_distance[:8]
+
+
+def test_points_out_of_reach_come_before_padding():
+    """Their distance overflows to inf, which is what padding has, too."""
+    points = torch.tensor([[[0.0, 0, 0], [3e38, 0, 0], [-3e38, 0, 0], [1, 0, 0]]])
+    mask = torch.tensor([[True, True, True, False]])
+    assert knn(points, points, 3, mask)[0].tolist()[1] == [1, 0, 2]
+
+
 def test_neighbours_far_from_the_origin_keep_their_order():
     # With |a|² + |b|² - 2ab in float32 these distances would all be rounding.
     points = torch.tensor([[[1000.0 + 0.01 * i, -1000.0, 1000.0] for i in range(30)]])

@@ -57,6 +57,17 @@ def test_a_padded_batch_gives_the_results_of_its_clouds(options, ragged, value_a
         torch.testing.assert_close(gradient, sum(outcome.parameters[name] for outcome in alone))
 
 
+@pytest.mark.parametrize("normalizer", ["pct", "sinkhorn"])
+def test_a_padded_lattice_gives_the_result_of_the_lattice(normalizer):
+    """Its many equal distances leave the choice of neighbours open."""
+    grid = torch.cartesian_prod(*[torch.arange(5.0)] * 3) / 3
+    alone = grid[torch.randperm(125, generator=torch.Generator().manual_seed(0))[:90]][None]
+    model = small(normalizer=normalizer, num_samples=(32, 16), num_neighbors=8).float()
+    padded = nn.functional.pad(alone, (0, 0, 0, 400))
+    out = model(padded, torch.arange(490)[None] < 90)
+    torch.testing.assert_close(out, model(alone), atol=1e-6, rtol=1e-6)
+
+
 def test_padding_stays_out_of_the_batch_statistics(ragged, value_and_gradient):
     points, mask, _ = ragged
     outcomes, buffers = [], []
