@@ -13,7 +13,7 @@ SINKHORN = ("attention=sinkhorn", "attention.n_iters=3")
 
 
 def wait_for(condition: Callable[[], bool], process: Any) -> None:
-    end = time.monotonic() + 100
+    end = time.monotonic() + 400
     while not condition():
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < end
@@ -53,7 +53,7 @@ def test_a_run_that_was_stopped_killed_and_damaged_ends_with_the_same_numbers(
     stopped = text_runs.process(*overrides)
     wait_for(lambda: (run.checkpoints / "checkpoint_last.pt").exists(), stopped)
     stopped.send_signal(signal.SIGTERM)
-    assert stopped.wait(60) == 143, stopped.stdout.read()
+    assert stopped.wait(300) == 143, stopped.stdout.read()
     assert json.loads((run.path / "run.json").read_text())["state"] == "interrupted"
     at = _step(run.checkpoints / "checkpoint_last.pt")
     assert 3 <= at < 24
@@ -65,14 +65,14 @@ def test_a_run_that_was_stopped_killed_and_damaged_ends_with_the_same_numbers(
     last = run.checkpoints / "checkpoint_last.pt"
     half = last.read_bytes()[:5000]
     last.unlink()
-    whole_ones = {path.name: _step(path) for path in run.checkpoints.glob("checkpoint_*.pt") if path != last}
-    before = max(whole_ones.values())
+    others = [run.checkpoints / f"checkpoint_{name}.pt" for name in ("previous", "best")]
+    before = max(_step(path) for path in others if path.exists())
     last.write_bytes(half)
 
     assert text_runs.start(*overrides).folder == run.path
     words = capsys.readouterr().err
     assert "checkpoint_last.pt cannot be read and is passed over" in words
-    assert f"of step {before}, is taken instead" in words
+    assert f"of step {before}, is taken instead" in words, words
     assert (run.path / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert json.loads((run.path / "result.json").read_text()) == json.loads((whole / "result.json").read_text())
     attempts = json.loads((run.path / "run.json").read_text())["attempts"]
@@ -103,7 +103,7 @@ def test_other_batches_begin_the_epoch_anew_and_two_processes_train(
     alone = text_runs.process(*overrides)
     wait_for(lambda: (run.checkpoints / "checkpoint_last.pt").exists(), alone)
     os.kill(alone.pid, signal.SIGUSR1)
-    assert alone.wait(60) == 143
+    assert alone.wait(300) == 143
     at = _step(run.checkpoints / "checkpoint_last.pt")
     epoch, within = divmod(at, 8)
     assert within, "stopped between two epochs: the test shows nothing"

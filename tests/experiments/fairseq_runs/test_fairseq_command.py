@@ -1,0 +1,196 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.config import compose, origin, resolve
+from experiments.errors import RunError
+from experiments.runners import fairseq_command
+from experiments.runners.fairseq_events import FairseqError, improves, in_one_sentence, numbers, read_event
+from experiments.runners.run_dir import RunDir, run_hash
+
+SENTENCES = "experiment=movie_sentences_sentiment"
+
+
+def words(*overrides: str, environment: dict[str, str] | None = None) -> dict[str, str]:
+    config = resolve(compose(overrides))
+    fairseq_command.check_sections(config)
+    made = fairseq_command.arguments(config, Path("/run"), environment=environment or {})
+    return dict(word.removeprefix("--").partition("=")[::2] for word in made[1:])
+
+
+def test_the_attention_of_the_configuration_is_the_plugins() -> None:
+    softmax = words(SENTENCES, "attention=softmax")
+    assert softmax["attention-normalizer"] == "softmax"
+    assert "sinkhorn-iters" not in softmax
+    sinkhorn = words(SENTENCES, "attention=sinkhorn", "attention.n_iters=7", "attention.gradient=detached")
+    assert {key: sinkhorn[key] for key in ("attention-normalizer", "sinkhorn-iters", "sinkhorn-gradient")} == {
+        "attention-normalizer": "sinkhorn",
+        "sinkhorn-iters": "7",
+        "sinkhorn-gradient": "detached",
+    }
+    custom = words(SENTENCES, "attention=custom", "attention.name=unbalanced_sinkhorn", "+attention.rho=2.0")
+    assert json.loads(custom["attention-normalizer-options"]) == {"rho": 2.0}
+    layers = words(SENTENCES, "attention=sinkhorn", "+attention.layers=[0]")
+    assert layers["sinkhorn-layers"] == "[0]"
+
+
+def test_what_keeps_runs_whole_and_repeatable_is_always_there() -> None:
+    made = words(SENTENCES)
+    assert made["required-batch-size-multiple"] == "1"
+    assert made["update-epoch-batch-itr"] == "1"
+    assert made["log-format"] == "json"
+    assert (Path(made["user-dir"]) / "translation.py").is_file()
+    assert Path(made["user-dir"]).is_absolute()  # a worker may stand in another folder
+    assert made["seed"] != words(SENTENCES, "seed=1")["seed"]
+
+
+def test_rates_fall_after_their_epochs_as_torchs_milestones_do() -> None:
+    made = words("experiment=imdb_sentiment")
+    assert [float(rate) for rate in made["lr"].split(",")] == pytest.approx([1e-4] * 11 + [1e-5] * 4)
+    assert words(SENTENCES, "scheduler=null", "optimizer.lr=0.25")["lr"] == "0.25"
+    recipe = words("experiment=iwslt14_scratch")
+    assert (recipe["lr-scheduler"], recipe["warmup-updates"], recipe["lr"]) == ("inverse_sqrt", "4000", "0.0005")
+    assert (recipe["arch"], recipe["label-smoothing"], recipe["max-tokens"]) == (
+        "sinkformer_iwslt_de_en",
+        "0.1",
+        "4096",
+    )
+    assert (recipe["best-checkpoint-metric"], recipe["clip-norm"]) == ("bleu", "0.0")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["+model.save_dir=x"], "model.save_dir: --save-dir is set by the suite itself"),
+        (["+optimizer.max_epoch=3"], "--max-epoch is set by the suite"),
+        (
+            ["trainer.precision=bf16"],
+            "precision=bf16 is not for fairseq 0.12.3, its --bf16 asks for a TPU: take 32 or fp16",
+        ),
+        (["trainer.precision=64"], "precision=64 is not for fairseq"),
+        (["trainer.precision=fp16"], "fp16 needs a GPU"),
+        (["trainer.strategy=fsdp"], "trainer.strategy=fsdp"),
+        (["optimizer=adam"], "take a optimizer that is made for fairseq"),
+        (["data=mnist5k"], "engine=fairseq needs data.name"),
+        (["data.batch_size=null"], "data.batch_size (sentences) or data.max_tokens"),
+        (["trainer.devices=3"], "data.batch_size=32 cannot be divided among 3 processes"),
+        (["scheduler.name=inverse_sqrt"], "scheduler.milestones is for scheduler.name=fixed"),
+        (["init_from={overrides: []}"], "init_from.rate is missing"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(overrides: list[str], said: str) -> None:
+    with pytest.raises(RunError) as refused:
+        words(SENTENCES, *overrides)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_tasks_of_a_job_are_the_processes_of_a_run() -> None:
+    two = ("trainer.devices=2", "trainer.num_nodes=2")
+    job = {
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29501",
+    }
+    made = words(SENTENCES, *two, environment=job)
+    assert made["batch-size"] == "8"
+    assert (made["distributed-world-size"], made["distributed-rank"], made["device-id"]) == ("4", "3", "1")
+    assert made["distributed-init-method"] == "tcp://node1:29501"
+    assert "distributed-no-spawn" in made
+    with pytest.raises(RunError, match=r"the job has 2 tasks .* one task per device, 4"):
+        words(SENTENCES, *two, environment=job | {"SLURM_NTASKS": "2"})
+    with pytest.raises(RunError, match="MASTER_PORT is not set"):
+        words(SENTENCES, *two, environment={key: job[key] for key in job if key != "MASTER_PORT"})
+    spawned = words(SENTENCES, "trainer.devices=2")
+    assert spawned["distributed-world-size"] == "2"
+    assert "distributed-no-spawn" not in spawned
+    alone = words(SENTENCES, environment={"SLURM_NTASKS": "1", "SLURM_PROCID": "0"})
+    assert alone["distributed-world-size"] == "1"
+
+
+def test_the_run_before_is_part_of_the_identity() -> None:
+    def finetune(*more: str) -> dict[str, Any]:
+        return resolve(compose(["experiment=ha_de_en_finetune", *more]))
+
+    softmax, sinkhorn = finetune("attention=softmax"), finetune("attention=sinkhorn", "paths.runs=/elsewhere")
+    assert softmax["init_from"]["run"] == sinkhorn["init_from"]["run"]
+    before, command = origin(sinkhorn)
+    assert run_hash(before) == sinkhorn["init_from"]["run"]
+    assert before["attention"]["name"] == "softmax"
+    assert str(RunDir.of(before).path).startswith("/elsewhere/ha_de_en_scratch/")
+    assert RunDir.of(resolve(compose(command))).path == RunDir.of(before).path
+    other = "['experiment=ha_de_en_scratch','attention=softmax','trainer.max_epochs=2']"
+    longer = finetune("attention=softmax", f"init_from.overrides={other}")
+    assert run_hash(longer) != run_hash(softmax)
+    assert finetune("seed=1")["init_from"]["run"] != softmax["init_from"]["run"]
+
+
+def test_runs_of_lightning_have_the_identity_that_they_had_without_the_new_keys() -> None:
+    config = resolve(compose(["experiment=mnist_patches"]))
+    without = {key: value for key, value in config.items() if key not in ("engine", "init_from")}
+    assert run_hash(config) == run_hash(without)
+
+
+def test_data_that_are_not_prepared_are_named_with_their_command(tmp_path: Path) -> None:
+    config = resolve(compose([SENTENCES, f"paths.data={tmp_path}"]))
+    with pytest.raises(RunError, match=r"is not prepared: python -m experiments.data.prepare movie_sentences --folder"):
+        fairseq_command.read_manifest(config["data"])
+
+
+def test_numbers_are_in_nats_and_fractions() -> None:
+    found = numbers({"loss": 1.0, "nll_loss": 2.0, "bleu": 34.5, "wps": 1e4})
+    assert found == {"loss": math.log(2), "nll_loss": 2 * math.log(2), "bleu": 34.5}
+    assert numbers({"loss": 1.0, "nll_loss": 0.1, "accuracy": 58.20000076293945}) == {
+        "loss": math.log(2),
+        "accuracy": 0.582,
+    }
+
+
+def test_the_earlier_of_equal_epochs_is_the_best() -> None:
+    def best(values: list[float], highest: bool) -> int:
+        chosen = 0
+        for number, value in enumerate(values):
+            if improves(value, values[chosen] if number else None, highest):
+                chosen = number
+        return chosen
+
+    assert best([0.5, 0.7, 0.7, 0.6], True) == 1
+    assert best([0.5, 0.3, 0.3, 0.6], False) == 1
+    assert best([math.nan, 0.3, math.nan], False) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"),
+            "the GPU's memory is used up: take smaller",
+        ),
+        (FairseqError("unrecognized arguments: --foo=3"), "unrecognized arguments: --foo=3"),
+        (KeyError("en"), "KeyError: 'en'"),
+        (StopIteration(), "StopIteration: "),
+    ],
+)
+def test_errors_become_one_sentence(error: Exception, said: str) -> None:
+    assert in_one_sentence(error).startswith(said)
+    assert "\n" not in in_one_sentence(error)
+
+
+def test_events_are_told_from_other_lines() -> None:
+    assert read_event('@run {"event": "finished"}\n') == {"event": "finished"}
+    assert read_event('2026-01-01 | INFO | train | {"event": "finished"}\n') is None
+
+
+def test_a_new_split_is_another_one() -> None:
+    manifest: dict[str, Any] = {"name": "imdb", "split_hash": "ab", "sizes": {"train": 60, "valid": 21, "test": 19}}
+
+    def facts(seed: int) -> dict[str, Any]:
+        return fairseq_command.facts(manifest, {"resplit_seed": seed})
+
+    assert facts(0)["sizes"] == {"train": 80, "test": 20}
+    assert len({facts(0)["split_hash"], facts(1)["split_hash"], "ab"}) == 3

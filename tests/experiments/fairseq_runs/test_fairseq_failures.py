@@ -1,0 +1,46 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.errors import RunError
+
+
+def test_a_gradient_that_is_no_number_stops_with_one_sentence(text_runs: Any, sentiment: tuple[str, ...]) -> None:
+    overrides = (*sentiment, "optimizer.lr=1e30", "trainer.max_epochs=2")
+    with pytest.raises(RunError) as stopped:
+        text_runs.start(*overrides)
+    run = text_runs.run_dir(*overrides)
+    assert "the loss or its gradient is NaN or infinite at update" in str(stopped.value)
+    assert str(run.path / "fairseq.log") in str(stopped.value)
+    assert "\n" not in str(stopped.value)
+    card = json.loads((run.path / "run.json").read_text())
+    assert (card["state"], card["attempts"][0]["message"]) == ("failed", str(stopped.value))
+    assert "Traceback" in (run.path / "fairseq.log").read_text()
+    assert not run.finished
+    assert not (run.checkpoints / "crash.pt").exists()
+
+
+def test_an_option_that_fairseq_does_not_know_is_refused_before_a_folder_is_made(
+    text_runs: Any, sentiment: tuple[str, ...]
+) -> None:
+    with pytest.raises(RunError, match=r"^fairseq: unrecognized arguments: --pooolings?=max$"):
+        text_runs.start(*sentiment, "+model.pooolings=max")
+    assert not text_runs.folder.exists()
+
+
+def test_other_data_than_those_that_a_run_was_begun_with_are_refused(
+    whole: Path, text_data: Path, text_runs: Any, sentiment: tuple[str, ...], tmp_path: Path
+) -> None:
+    overrides = (*sentiment, "attention=sinkhorn", "attention.n_iters=3")
+    run = text_runs.run_dir(*overrides)
+    run.path.mkdir(parents=True)
+    shutil.copy(whole / "run.json", run.path)
+    other = tmp_path / "other"
+    shutil.copytree(text_data / "sentiment", other / "sentiment")
+    manifest = other / "sentiment" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"split_hash": "0" * 64}))
+    with pytest.raises(RunError, match=r"the data are not those that .* was begun with \(splits 000000000000, not"):
+        text_runs.start(*overrides, f"paths.data={other}")
