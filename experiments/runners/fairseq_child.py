@@ -269,6 +269,7 @@ class Training:
             self.history.append({"epoch": 0, "step": 0})
             program.validate(trainer.cfg, trainer, trainer.task, epoch_itr, trainer.cfg.dataset.valid_subset.split(","))
             begin = {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}, "history": self.history}
+            trainer.consolidate_optimizer()
             trainer.save_checkpoint(str(Path(cfg.save_dir) / INITIAL), begin)
         master = distributed_utils.is_master(trainer.cfg.distributed_training)
         if master:
