@@ -16,6 +16,7 @@ from ..data.base import Batch
 from ..seeding import stream_seed
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+METRICS = ("training_metrics", "evaluation_metrics")
 SchedulerFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -56,6 +57,14 @@ class RunningMetrics(nn.Module):
         """Forgets all samples."""
         self.loss.reset()
         self.accuracy.reset()
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """The sums over all devices, under the names of `state_dict`; called by all processes together."""
+        state: dict[str, Tensor] = {}
+        for name, metric in (("loss", self.loss), ("accuracy", self.accuracy)):
+            with metric.sync_context():
+                state |= metric.state_dict(prefix=f"{name}.")
+        return state
 
     def take(self) -> dict[str, float]:
         """`values`, then `reset`."""
@@ -103,6 +112,21 @@ class Classifier(L.LightningModule):
         if self._scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._scheduler(optimizer), "interval": "epoch"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.world_size == 1:
+            return
+        # The first process alone writes, and has only its own share of the samples of an epoch that is not over.
+        for name in METRICS:
+            sums = getattr(self, name).shared_state()
+            checkpoint["state_dict"] |= {f"{name}.{key}": value for key, value in sums.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            return
+        for key, value in checkpoint["state_dict"].items():
+            if key.partition(".")[0] in METRICS:
+                checkpoint["state_dict"][key] = torch.zeros_like(value)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._reseed("dropout", self.global_step, batch_idx)
