@@ -97,6 +97,10 @@ class _Watch:
             self.process.terminate()
         code = self.process.wait()
         if code == 0:
+            if not self._has_result():
+                return self._give_up(
+                    "another run has been trained: the configuration changed since this submission"
+                )
             self._record("ended", reason="finished", exit_code=0)
             return 0
         # An error is an error even where a signal has come too, such as a full disk while the checkpoint was written.
@@ -148,6 +152,11 @@ class _Watch:
         self._record("ended", reason=reason, exit_code=1)
         print(f"job: not started again: {reason}. The same submission continues it", file=sys.stderr)
         return 1
+
+    def _has_result(self) -> bool:
+        # By the hash that its name ends in: the folder of a run that exists keeps its label.
+        folder = Path(self.job.folder)
+        return not (self.first and self.job.folder) or any(folder.parent.glob(f"*{folder.name[-9:]}/result.json"))
 
     def _record(self, event: str, **facts: Any) -> None:
         if self.first and self.job.submission:

@@ -64,7 +64,7 @@ class Node:
             "overrides": ["a=b c", "d='$HOME'"],
             "submission": str(self.submission),
             "index": 4,
-            "folder": str(self.folder / "run"),
+            "folder": str(self.folder / "label-12345678"),
             "requeue": True,
             "max_restarts": 3,
             "max_timeouts": 1,
@@ -113,6 +113,8 @@ def node(tmp_path):
 
 
 def test_finished(node):
+    (node.folder / "other-12345678").mkdir()
+    (node.folder / "other-12345678" / "result.json").touch()
     process = node.start(seconds=0)
     assert process.wait(60) == 0, process.stderr.read()
     said = node.said()
@@ -121,6 +123,11 @@ def test_finished(node):
     assert said["threads"] == "3"
     assert node.events() == [("started", None), ("ended", "finished")]
     assert node.requeued() == []
+
+
+def test_another_run_than_was_submitted(node):
+    assert node.start(seconds=0).wait(60) == 1
+    assert node.events()[-1][1].startswith("another run has been trained: the configuration changed")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM])
@@ -196,8 +203,8 @@ def test_killed(node, newer):
     process = node.start()
     killed = node.said()["pid"]
     attempt = {"pid": killed + newer, "host": socket.gethostname(), "state": "running", "ended": None, "message": None}
-    (node.folder / "run").mkdir()
-    card = node.folder / "run" / "run.json"
+    (node.folder / "label-12345678").mkdir()
+    card = node.folder / "label-12345678" / "run.json"
     card.write_text(json.dumps({"state": "running", "attempts": [attempt]}))
     os.kill(killed, signal.SIGKILL)
     assert process.wait(60) == 128 + signal.SIGKILL
