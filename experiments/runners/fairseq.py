@@ -5,6 +5,7 @@ fairseq's: `checkpoint_best.pt`, `checkpoint_last.pt`, and with `init_from` `che
 the run began with, which are evaluated as epoch 0 and stand in result.json as `initial`.
 """
 
+import errno
 import json
 import os
 import signal
@@ -52,6 +53,7 @@ class Child:
         paths = [str(command.ROOT), str(command.PLUGIN.parent), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment |= {"PYTHONUTF8": "1", "PYTHONWARNINGS": "ignore"}
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it alone
         if config["trainer"]["accelerator"] == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if config["trainer"]["threads"] is not None:
@@ -73,6 +75,7 @@ class Child:
 
         Raises:
             RunError: for what it says went wrong.
+            OSError: for a full disk.
         """
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -86,6 +89,8 @@ class Child:
             elif event["event"] == "failed":
                 self.process.wait()
                 where = f" (everything that fairseq wrote: {self.log.name})" if self.log is not None else ""
+                if event["full"]:
+                    raise OSError(errno.ENOSPC, event["message"])
                 raise RunError(f"{event['message']}{where}")
             else:
                 yield event
@@ -170,6 +175,10 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
         RunError: for what the user can put right; no folder has been made where the configuration was at fault.
         SystemExit: with `INTERRUPTED` after Ctrl-C, `TERMINATED` after another signal; a checkpoint has been saved.
     """
+    if process_rank() > 0 and config["trainer"]["devices"] * config["trainer"]["num_nodes"] == 1:
+        raise RunError(
+            "this is not the first of several tasks, and the run has one process: start it once, without srun"
+        )
     command.check_sections(config)
     facts = command.facts(command.read_manifest(config["data"]), config["data"])
     _same_data(run, facts)
@@ -192,6 +201,9 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
             ready = _wait_until_ready(child)
             if config["trainer"]["accelerator"] in ("gpu", "cuda") and ready["devices"] == ["cpu"]:
                 raise RunError(f"trainer.accelerator={config['trainer']['accelerator']}: there is no GPU here")
+            if ready["devices"] != ["cpu"] and len(ready["devices"]) < config["trainer"]["devices"]:
+                have = f"this machine has {len(ready['devices'])} GPUs"
+                raise RunError(f"trainer.devices={config['trainer']['devices']}, and {have}")
             if process_rank() > 0:
                 child.say("go")
                 _follow(child, None, [], config, run)
@@ -280,8 +292,9 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
             if event["event"] == "finished":
                 return
             if event["event"] == "stopped":
-                words = signal.Signals(event["signal"]).name
-                print(f"stopped by {words} at step {step}; the same command goes on from there", file=sys.stderr)
+                if log is not None:
+                    words = signal.Signals(event["signal"]).name
+                    print(f"stopped by {words} at step {step}; the same command goes on from there", file=sys.stderr)
                 raise SystemExit(_code(event["signal"]))
             if event["event"] == "progress":
                 progress.update(bar, completed=event["epochs"])

@@ -295,14 +295,14 @@ def train_process(cfg: Any, settings: dict[str, Any]) -> None:
     keep_digits()
     if own.threads is not None:
         torch.set_num_threads(own.threads)
-    torch.use_deterministic_algorithms(own.deterministic)
+    # fairseq was not written for it: what has no deterministic kernel on a GPU is told in the log.
+    torch.use_deterministic_algorithms(own.deterministic, warn_only=True)
     training = Training(own)
     try:
         with explained():
             training.run(cfg)
     except Stopped as stopped:
-        if distributed_utils.is_master(cfg.distributed_training):
-            emit("stopped", signal=int(stopped.args[0]))
+        emit("stopped", signal=int(stopped.args[0]))
         sys.stdout.flush()
         os._exit(STOPPED)  # without waiting for processes that load data
 
@@ -388,7 +388,8 @@ def main() -> None:
     if world.distributed_world_size == 1:
         train_process(cfg, asdict(settings))
     elif world.distributed_no_spawn:
-        distributed_utils.distributed_main(world.device_id, train_process, cfg, {"settings": asdict(settings)})
+        with explained("the processes of this run did not come together: "):
+            distributed_utils.distributed_main(world.device_id, train_process, cfg, {"settings": asdict(settings)})
     else:
         _spawn(cfg, asdict(settings))
     emit("finished")
