@@ -63,15 +63,11 @@ def table(rows: Sequence[RunStatus]) -> Table:
         shown.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=not fold)
     for row in rows:
         of = "" if row.epochs is None else f"/{row.epochs}"
-        shown.add_row(
-            Path(row.folder).name,
-            Text(row.state, COLOURS.get(row.state, "")),
-            f"{row.epoch}{of}",
-            str(row.restarts),
-            in_hours(row.seconds),
-            row.job or "",
-            Text(row.detail),  # a message may hold what rich would take for markup
-        )
+        cells = [Path(row.folder).name, row.state, f"{row.epoch}{of}", str(row.restarts), in_hours(row.seconds)]
+        # Text, since a message may hold what rich would take for markup.
+        texts = [Text(cell) for cell in (*cells, row.job or "", row.detail)]
+        texts[1].stylize(COLOURS.get(row.state, ""))
+        shown.add_row(*texts)
     return shown
 
 

@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import omegaconf.base
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from experiments.config import composing, resolve
@@ -54,8 +54,9 @@ def plan(overrides: Sequence[str]) -> list[PlannedRun]:
         RunError: for what Hydra or the checks of a configuration refuse, naming the run.
     """
     with composing() as loader, _interpolations_parsed_once():
-        expanded = expand(overrides, loader)
-        planner = _Planner(loader)
+        parsed = parse(overrides, loader)
+        expanded = BasicSweeper.split_arguments(parsed, None)[0]
+        planner = _Planner(loader, parsed)
         planned: dict[str, PlannedRun] = {}
         for number, words in enumerate(expanded, 1):
             try:
@@ -73,12 +74,12 @@ def plan(overrides: Sequence[str]) -> list[PlannedRun]:
     return list(planned.values())
 
 
-def expand(overrides: Sequence[str], loader: ConfigLoaderImpl) -> list[list[str]]:
-    """The overrides of each run of a sweep, by the sweeper that Hydra uses for `-m`.
+def parse(overrides: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
+    """The words of a sweep, which the sweeper that Hydra uses for `-m` then expands.
 
     Raises:
-        RunError: for settings of Hydra itself, which are not a run's.
-        HydraException: for a word that is not in the grammar, or a sweep that cannot be counted (`interval`).
+        RunError: for settings of Hydra itself, which are not a run's, and for sweeps without an end (`interval`).
+        HydraException: for a word that is not in the grammar.
     """
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
     for override in parsed:
@@ -86,7 +87,16 @@ def expand(overrides: Sequence[str], loader: ConfigLoaderImpl) -> list[list[str]
             raise RunError(f"{override.input_line} is a setting of Hydra's own, which a submitted run does not take")
         if override.is_sweep_override() and not override.is_discrete_sweep():
             raise RunError(f"{override.input_line} has no end: take values (a,b,c), range(…) or choice(…)")
-    return BasicSweeper.split_arguments(parsed, None)[0]
+    return parsed
+
+
+def _elements(parsed: Sequence[Override]) -> Iterator[Override]:
+    """What each value of each sweep would be parsed to, had it been written alone; parsing them takes longer."""
+    for override in parsed:
+        if override.is_sweep_override():
+            for value in override.sweep_iterator():
+                word = f"{override.get_key_element()}={Override._get_value_element_as_str(value)}"
+                yield replace(override, value_type=ValueType.ELEMENT, _value=value, input_line=word)
 
 
 @contextmanager
@@ -112,9 +122,9 @@ def _reason(error: Exception) -> str:
 class _Planner:
     """Configurations of one sweep's runs; keeps what they have in common."""
 
-    def __init__(self, loader: ConfigLoaderImpl) -> None:
+    def __init__(self, loader: ConfigLoaderImpl, sweeps: Sequence[Override]) -> None:
         self.loader = loader
-        self.parsed: dict[str, tuple[Override, bool]] = {}
+        self.parsed = {str(one.input_line): (one, self._is_choice(one)) for one in _elements(sweeps)}
         self.composed: dict[tuple[str, ...], DictConfig] = {}
         self.shared: dict[tuple[tuple[str, ...], tuple[str, ...]], _Shared] = {}
         self.folders: dict[Path, dict[str, Path]] = {}
