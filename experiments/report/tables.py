@@ -28,6 +28,7 @@ class Table:
         note: what has to be known to read it.
         strong: indices of rows that name a winner.
         filters: of each row what it is filtered by, one entry a row, or () for a table that no filter concerns.
+        code: indices of columns that are commands.
     """
 
     title: str
@@ -36,6 +37,7 @@ class Table:
     note: str = ""
     strong: frozenset[int] = frozenset()
     filters: tuple[Filter, ...] = ()
+    code: frozenset[int] = frozenset()
 
 
 def interval(bounds: Interval | None, quantity: Quantity) -> str:
@@ -165,7 +167,7 @@ def verdict_words(contest: Contest) -> str:
 def as_markdown(table: Table) -> str:
     """The table in Markdown; a bar in a word is escaped."""
     lines = [_markdown_row(table.header), "|" + " --- |" * len(table.header)]
-    lines += [_markdown_row(row) for row in table.rows]
+    lines += [_markdown_row(row, table.code) for row in table.rows]
     return f"### {table.title}\n\n" + "\n".join(lines) + "\n" + (f"\n{table.note}\n" if table.note else "")
 
 
@@ -299,9 +301,14 @@ def digits(value: float) -> str:
     return repr(value) if math.isfinite(value) else ""
 
 
-def _markdown_row(words: Sequence[str]) -> str:
-    escaped = (" ".join(_literal(word).split()) for word in words)
-    return "| " + " | ".join(escaped) + " |"
+def _markdown_row(words: Sequence[str], code: frozenset[int] = frozenset()) -> str:
+    cells = []
+    for column, word in enumerate(words):
+        plain = " ".join(word.split())
+        # In code only the bar of the table needs a backslash; a backquote would end it.
+        as_code = column in code and plain != NOTHING and "`" not in plain
+        cells.append("`" + plain.replace("|", "\\|") + "`" if as_code else _literal(plain))
+    return "| " + " | ".join(cells) + " |"
 
 
 LATEX = str.maketrans(
