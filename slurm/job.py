@@ -98,9 +98,7 @@ class _Watch:
         code = self.process.wait()
         if code == 0:
             if not self._has_result():
-                return self._give_up(
-                    "another run has been trained: the configuration changed since this submission"
-                )
+                return self._give_up("another run has been trained: the configuration changed since this submission")
             self._record("ended", reason="finished", exit_code=0)
             return 0
         # An error is an error even where a signal has come too, such as a full disk while the checkpoint was written.
