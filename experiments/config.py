@@ -261,8 +261,6 @@ def _check(config: dict[str, Any]) -> None:
     _choice("protocol.metric", protocol["metric"], ["accuracy", "loss", "bleu"])
     _choice("engine", config["engine"], ["lightning", "fairseq"])
     if config["init_from"] is not None:
-        if config["engine"] != "fairseq":
-            raise RunError("init_from is for engine=fairseq")
         if missing := [key for key in ("overrides", "rate", "seed") if key not in config["init_from"]]:
             raise RunError(f"init_from.{missing[0]} is missing; configs/train.yaml says what it is")
     _choice("protocol.mean_over", protocol["mean_over"], ["samples", "batches"])

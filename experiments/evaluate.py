@@ -97,7 +97,8 @@ def load_run(path: str | Path, at: str = "best", data: str | Path | None = None)
             "fairseq.checkpoint_utils.load_model_ensemble loads its checkpoints"
         )
     lightning.quieten()
-    loaded, module = lightning.build(config)
+    # The rate of a run that began with another's weights followed from that one; nothing is trained here.
+    loaded, module = lightning.build(config, rate=0.0)
     if loaded.split_hash != result["data"]["split_hash"]:
         raise RunError(
             f"the data are not those that {folder} was trained with: their splits have the hash "

@@ -45,7 +45,11 @@ def execute(config: DictConfig, overrides: Sequence[str]) -> Outcome:
         RunError: for what the user can put right; no folder has been made where the configuration was at fault.
     """
     resolved = resolve(config)
-    run = RunDir.of(resolved)
+    return _train(resolved, RunDir.of(resolved), overrides)
+
+
+def _train(resolved: dict[str, Any], run: RunDir, overrides: Sequence[str]) -> Outcome:
+    """Trains a run, unless it is finished."""
     if run.finished:
         say(f"finished already, nothing to do: {run.path}")
         return Outcome(run.path, run.result(), True)
@@ -55,8 +59,10 @@ def execute(config: DictConfig, overrides: Sequence[str]) -> Outcome:
     import torch
 
     from .runners import lightning
+    from .runners.origin import finished_origin
 
-    plan = lightning.prepare(resolved, run)
+    begin = finished_origin(resolved, _train) if resolved["init_from"] is not None else None
+    plan = lightning.prepare(resolved, run, begin)
     if process_rank() > 0:
         lightning.train(plan, run)
         return Outcome(run.path, {}, False)

@@ -27,6 +27,7 @@ from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
 from .classifier import Classifier
 from .columns import ColumnSums, recorded_batch
+from .origin import Origin
 from .recorder import Recorder, close_loggers, make_loggers
 from .run_dir import RUN_FOLDER, RunDir
 from .stopping import TERMINATED, exit_on_signals, left_to_the_main_process, processes
@@ -48,8 +49,13 @@ class Plan:
     columns: ColumnSums | None
 
 
-def prepare(config: Config, run: RunDir) -> Plan:
+def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
     """Builds everything that a run needs, and tries the model on two samples.
+
+    Args:
+        config: resolved.
+        run: its folder.
+        begin: with `init_from`, what the run begins with.
 
     Raises:
         RunError: for anything in the configuration that does not work.
@@ -57,7 +63,15 @@ def prepare(config: Config, run: RunDir) -> Plan:
     quieten()
     split, settings = config["protocol"]["select_on"], config["trainer"]
     started_by = processes(settings["devices"], settings["num_nodes"])
-    data, module = build(config)
+    data, module = build(config, None if begin is None else begin.rate)
+    if begin is not None:
+        if begin.data["name"] == data.name and begin.data["split_hash"] != data.split_hash:
+            raise RunError(
+                "init_from: that run was trained with other splits of the same data, which would mix samples to train "
+                "and to test on: give its settings of data to init_from.overrides too"
+            )
+        with explained("init_from", {"checkpoint": begin.checkpoint}):
+            module.load_state_dict(read_checkpoint(begin.checkpoint)["state_dict"])
     bar = settings["progress_bar"] and sys.stderr.isatty()
     recorder = Recorder(run.path, split, config["logger"]["csv"], lines=not bar)
     checkpoints = RunCheckpoints(
@@ -109,8 +123,12 @@ def _has_batch_norm(module: torch.nn.Module) -> bool:
     return any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules())
 
 
-def build(config: Config) -> tuple[DataModule, Classifier]:
+def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classifier]:
     """Data and untrained model of a resolved configuration; the initial weights follow from its seed.
+
+    Args:
+        config: resolved.
+        rate: learning rate in place of the configuration's.
 
     Raises:
         RunError: for anything in these sections that does not work.
@@ -126,8 +144,9 @@ def build(config: Config) -> tuple[DataModule, Classifier]:
         model = instantiate(
             config["model"], attention=config["attention"], num_classes=data.num_classes, _convert_="all"
         )
-    with explained("optimizer", config["optimizer"]):
-        optimizer = instantiate(config["optimizer"], _partial_=True, _convert_="all")
+    settings = config["optimizer"] if rate is None else {**config["optimizer"], "lr": rate}
+    with explained("optimizer", settings):
+        optimizer = instantiate(settings, _partial_=True, _convert_="all")
         trial = optimizer(model.parameters())
     scheduler = None
     if config["scheduler"] is not None:
@@ -197,10 +216,20 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             plan.recorder.begin(rows, loggers)
             if plan.columns is not None:
                 plan.columns.lines.begin(step, loggers)
+            if start is None and plan.config["protocol"]["initial"]:
+                _evaluate_initial(plan)
         _fit(plan, loader, None if start is None else start[0])
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         return _evaluate_and_sum_up(plan, run) if first else {}
+
+
+def _evaluate_initial(plan: Plan) -> None:
+    """Evaluates the weights that the run begins with, as epoch 0."""
+    protocol = plan.config["protocol"]
+    for split in [protocol["select_on"], *(["test"] if protocol["test"] and protocol["select_on"] != "test" else [])]:
+        metrics = evaluate(plan.config, plan.module, plan.data, split, 0)
+        plan.recorder.add({"epoch": 0, "step": 0, "split": split, **metrics}, plan.trainer.loggers)
 
 
 def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
@@ -243,6 +272,10 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
             place["test"] = recorder.metrics(place["epoch"], "test")
         place["checkpoint"] = f"checkpoints/{place['checkpoint']}"
     plan.checkpoints.keep({Path(place["checkpoint"]).name for place in places.values()})
+    if protocol["initial"]:
+        found = {split: recorder.metrics(0, split) for split in ("val", "test")}
+        initial = {"epoch": 0, "step": 0, **{split: metrics for split, metrics in found.items() if metrics}}
+        places = {"initial": initial, **places}
     result = {
         "hash": run.hash,
         "experiment": config["experiment"],
