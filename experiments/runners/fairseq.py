@@ -175,10 +175,6 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
         RunError: for what the user can put right; no folder has been made where the configuration was at fault.
         SystemExit: with `INTERRUPTED` after Ctrl-C, `TERMINATED` after another signal; a checkpoint has been saved.
     """
-    if process_rank() > 0 and config["trainer"]["devices"] * config["trainer"]["num_nodes"] == 1:
-        raise RunError(
-            "this is not the first of several tasks, and the run has one process: start it once, without srun"
-        )
     command.check_sections(config)
     facts = command.facts(command.read_manifest(config["data"]), config["data"])
     _same_data(run, facts)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.environments import SLURMEnvironment
+
 from ..errors import RunError
 from ..seeding import stream_seed
 
@@ -207,36 +209,43 @@ def _batches(data: Config, processes: int) -> dict[str, str]:
 
 
 def distributed(trainer: Config, environment: Mapping[str, str]) -> dict[str, str]:
-    """Fairseq's options for several processes; empty for one.
+    """Fairseq's options for several processes; none for one.
 
-    On one machine without a job of several tasks the first process starts the others (`fairseq_child`). In a SLURM job
-    with one task for each process, every task is one of them: SLURM_PROCID and SLURM_LOCALID number them, MASTER_ADDR
-    and MASTER_PORT say where they meet.
+    On one machine the first process starts the others (`fairseq_child`). Where srun has started a process for each
+    device, every one of them is a process of the run: SLURM_PROCID and SLURM_LOCALID number them, and they meet at
+    MASTER_PORT of MASTER_ADDR, or of the job's first node.
 
     Raises:
-        RunError: where the job does not fit trainer.devices and trainer.num_nodes.
+        RunError: where srun has started another number of processes than the run has, or nothing says where they meet.
     """
-    processes = trainer["devices"] * trainer["num_nodes"]
-    tasks = int(environment.get("SLURM_NTASKS", "1"))
-    if processes == 1:
-        return {"distributed-world-size": "1"}
+    devices, nodes = trainer["devices"], trainer["num_nodes"]
+    processes = devices * nodes
+    # Set by srun alone; SLURM_NTASKS stands in batch scripts and in interactive shells too.
+    started = None if "SLURM_PTY_PORT" in environment else environment.get("SLURM_STEP_NUM_TASKS")
     made = {"distributed-world-size": str(processes)}
-    if tasks == 1 and trainer["num_nodes"] == 1:
+    if started is None:
+        if nodes > 1:
+            raise RunError(
+                f"trainer.num_nodes={nodes} needs srun to start a process for each device: sbatch --nodes={nodes} "
+                f"--ntasks-per-node={devices} slurm/train.sbatch"
+            )
         return made
-    if tasks != processes:
+    if int(started) != processes:
         raise RunError(
-            f"the job has {tasks} tasks for trainer.devices={trainer['devices']} on trainer.num_nodes="
-            f"{trainer['num_nodes']}: ask for one task per device, {processes}"
+            f"srun has started {started} processes, and the run has trainer.num_nodes={nodes} × trainer.devices="
+            f"{devices}: give SLURM --nodes={nodes} --ntasks-per-node={devices}"
         )
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID") if name not in environment]
-    if missing:
-        raise RunError(
-            f"several tasks train this run, and {', '.join(missing)} is not set: submit it with slurm/submit.py"
-        )
+    if processes == 1:
+        return made
+    if "MASTER_PORT" not in environment:
+        raise RunError("MASTER_PORT, where the processes of this run meet, is not set: submit it by slurm/train.sbatch")
+    address = environment.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(
+        environment["SLURM_NODELIST"]
+    )
     return made | {
-        "distributed-init-method": f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
+        "distributed-init-method": f"tcp://{address}:{environment['MASTER_PORT']}",
         "distributed-rank": environment["SLURM_PROCID"],
-        "device-id": environment.get("SLURM_LOCALID", "0"),
+        "device-id": environment["SLURM_LOCALID"],
         "distributed-no-spawn": "",
     }
 

@@ -78,7 +78,6 @@ def test_rates_fall_after_their_epochs_as_torchs_milestones_do() -> None:
         (["data.batch_size=null"], "data.batch_size (sentences) or data.max_tokens"),
         (["trainer.devices=3"], "data.batch_size=32 cannot be divided among 3 processes"),
         (["scheduler.name=inverse_sqrt"], "scheduler.milestones is for scheduler.name=fixed"),
-        (["init_from={overrides: []}"], "init_from.rate is missing"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(overrides: list[str], said: str) -> None:
@@ -90,27 +89,26 @@ def test_what_cannot_be_is_refused_in_one_sentence(overrides: list[str], said: s
 
 def test_tasks_of_a_job_are_the_processes_of_a_run() -> None:
     two = ("trainer.devices=2", "trainer.num_nodes=2")
-    job = {
-        "SLURM_NTASKS": "4",
-        "SLURM_PROCID": "3",
-        "SLURM_LOCALID": "1",
-        "MASTER_ADDR": "node1",
-        "MASTER_PORT": "29501",
-    }
+    job = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    job |= {"MASTER_PORT": "29501", "SLURM_NODELIST": "node[1-2]"}
     made = words(SENTENCES, *two, environment=job)
     assert made["batch-size"] == "8"
     assert (made["distributed-world-size"], made["distributed-rank"], made["device-id"]) == ("4", "3", "1")
     assert made["distributed-init-method"] == "tcp://node1:29501"
     assert "distributed-no-spawn" in made
-    with pytest.raises(RunError, match=r"the job has 2 tasks .* one task per device, 4"):
-        words(SENTENCES, *two, environment=job | {"SLURM_NTASKS": "2"})
-    with pytest.raises(RunError, match="MASTER_PORT is not set"):
+    with pytest.raises(RunError, match=r"srun has started 2 processes, .* give SLURM --nodes=2 --ntasks-per-node=2"):
+        words(SENTENCES, *two, environment=job | {"SLURM_STEP_NUM_TASKS": "2"})
+    with pytest.raises(RunError, match="srun has started 4 processes, and the run has"):
+        words(SENTENCES, environment=job)
+    with pytest.raises(RunError, match="MASTER_PORT, where the processes of this run meet, is not set"):
         words(SENTENCES, *two, environment={key: job[key] for key in job if key != "MASTER_PORT"})
-    spawned = words(SENTENCES, "trainer.devices=2")
+    with pytest.raises(RunError, match="needs srun to start a process for each device"):
+        words(SENTENCES, *two)
+    spawned = words(SENTENCES, "trainer.devices=2", environment={"SLURM_NTASKS": "1"})
     assert spawned["distributed-world-size"] == "2"
     assert "distributed-no-spawn" not in spawned
-    alone = words(SENTENCES, environment={"SLURM_NTASKS": "1", "SLURM_PROCID": "0"})
-    assert alone["distributed-world-size"] == "1"
+    in_a_shell_of_a_job = job | {"SLURM_PTY_PORT": "1"}
+    assert words(SENTENCES, environment=in_a_shell_of_a_job)["distributed-world-size"] == "1"
 
 
 def test_the_run_before_is_part_of_the_identity() -> None:
