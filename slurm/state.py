@@ -86,6 +86,9 @@ def status_of(run: SelectedRun, jobs: Mapping[str, Job] | None, now: datetime | 
     card = _read_json(run.folder / "run.json") or {}
     attempts = card.get("attempts", [])
     task, job = _newest(run.tasks, jobs)
+    by_hand = _job_by_hand(attempts, run.tasks)
+    if by_hand is not None:
+        task, job = None, None if jobs is None else jobs.get(by_hand)
     epochs = card.get("identity", {}).get("trainer", {}).get("max_epochs", run.epochs)
     epoch = _epoch(run.folder)
     metric = None
@@ -94,7 +97,7 @@ def status_of(run: SelectedRun, jobs: Mapping[str, Job] | None, now: datetime | 
         metric = _metric(result)
         state, detail = "finished", f"{metric[0]} {metric[1]:.4f}" if metric else ""
     else:
-        state, detail = _judge(run.folder, attempts, task, job, jobs is not None)
+        state, detail = _judge(attempts, task, job, by_hand is not None, jobs is not None)
         if state in ("pending", "preempted", "requeued", "starting") and epoch:
             detail = f"goes on from epoch {epoch}" + (f"; {detail}" if detail else "")
     restarts = max(len(attempts) - 1, job.restarts if job is not None else 0, 0)
@@ -108,10 +111,24 @@ def status_of(run: SelectedRun, jobs: Mapping[str, Job] | None, now: datetime | 
         epochs=epochs,
         restarts=restarts,
         seconds=seconds,
-        job=task.job_id if task is not None else None,
+        job=task.job_id if task is not None else by_hand,
         log=str(log) if log is not None else None,
         metric=metric,
     )
+
+
+def job_by_hand(run: SelectedRun) -> str | None:
+    """The job of a run's last attempt where that is of no submission: of an sbatch file, or of Hydra's launcher."""
+    card = _read_json(run.folder / "run.json")
+    return None if card is None else _job_by_hand(card["attempts"], run.tasks)
+
+
+def _job_by_hand(attempts: list[dict[str, Any]], tasks: tuple[SubmittedRun, ...]) -> str | None:
+    if not attempts or not attempts[-1].get("slurm"):
+        return None
+    job = str(attempts[-1]["slurm"]["job"])
+    newer = all(_time(attempts[-1]["started"]) >= _time(task.submission.created) for task in tasks)
+    return job if newer and job not in [task.job_id for task in tasks] else None
 
 
 def _newest(tasks: tuple[SubmittedRun, ...], jobs: Mapping[str, Job] | None) -> tuple[SubmittedRun | None, Job | None]:
@@ -127,7 +144,7 @@ def _newest(tasks: tuple[SubmittedRun, ...], jobs: Mapping[str, Job] | None) -> 
 
 
 def _judge(
-    folder: Path, attempts: list[dict[str, Any]], task: SubmittedRun | None, job: Job | None, asked: bool
+    attempts: list[dict[str, Any]], task: SubmittedRun | None, job: Job | None, by_hand: bool, asked: bool
 ) -> tuple[str, str]:
     last = attempts[-1] if attempts else None
     if last is not None and task is not None and not _is_of(last, task):
@@ -137,11 +154,11 @@ def _judge(
     event = (task.events() or [{}])[-1] if task is not None else {}
     if job is not None and job.alive:
         return _judge_alive(job, wrote, message, event)
-    if task is not None and not asked and wrote != "failed":
+    if (task is not None or by_hand) and not asked and wrote != "failed":
         return (wrote or "unknown"), "SLURM could not be asked"
     if wrote == "failed":
         return "failed", message
-    if task is None:
+    if task is None and not by_hand:
         return _judge_without_job(wrote, last)
     end = job.state if job is not None else None
     if event.get("event") == "cancelled" or (end or "").startswith("CANCELLED"):
@@ -150,7 +167,7 @@ def _judge(
     if wrote == "interrupted":
         stopped = why or ("stopped at the time limit" if end == "TIMEOUT" else "stopped with a checkpoint")
         return "interrupted", f"{stopped}; submit again to go on"
-    if wrote is None and end not in _ENDS:
+    if task is not None and wrote is None and end not in _ENDS:
         line, is_error = last_error(task.log)
         if is_error or end in ("COMPLETED", "FAILED"):
             return "failed", line or why or f"SLURM says {end}, and the job's log nothing"

@@ -23,7 +23,7 @@ from experiments.train import say
 
 from .queue import SlurmError, read_jobs
 from .selection import SelectedRun, select
-from .state import FAILED, OVER, STATES, RunStatus, status_of
+from .state import FAILED, OVER, STATES, RunStatus, job_by_hand, status_of
 
 COLOURS = {
     "finished": "green",
@@ -40,8 +40,10 @@ PIPE_WIDTH = 240
 def statuses(runs: Sequence[SelectedRun]) -> tuple[list[RunStatus], str | None]:
     """The states of runs, and one sentence where SLURM could not be asked for them."""
     warning, jobs = None, None
-    ids = [task.job_id for run in runs for task in run.tasks]
-    users = {task.submission.folder.owner() for run in runs for task in run.tasks[-1:]}
+    by_hand = {job: run for run in runs if (job := job_by_hand(run)) is not None}
+    ids = [*(task.job_id for run in runs for task in run.tasks), *by_hand]
+    folders = {task.submission.folder for run in runs for task in run.tasks} | {run.folder for run in by_hand.values()}
+    users = {folder.owner() for folder in folders}
     try:
         jobs = read_jobs(ids, users) if ids else {}
     except SlurmError as error:

@@ -131,8 +131,29 @@ def test_an_attempt_knows_its_job_whatever_the_clocks_say(slurm, sweep, capsys):
     slurm.queue((f"{ARRAY}_0", "RUNNING", 0, "None"))
     sweep.write(0, sweep.attempt("running", start=-5, slurm=jobs[0]))
     assert first(capsys, sweep)[0] == "running"
-    sweep.write(0, sweep.attempt("failed", start=5, slurm=jobs[1]))
+    sweep.write(0, sweep.attempt("failed", start=-5, slurm=jobs[1]))
     assert first(capsys, sweep)[0] == "starting"
+
+
+@pytest.mark.parametrize(
+    ("wrote", "job", "state"),
+    [
+        ("running", ("RUNNING", 0), "running"),
+        ("interrupted", ("PENDING", 1), "preempted"),
+        ("running", ("NODE_FAIL", 0), "lost"),
+        ("running", None, "lost"),
+        ("failed", ("COMPLETED", 0), "failed"),
+        ("interrupted", ("CANCELLED", 0), "cancelled"),
+    ],
+)
+@pytest.mark.parametrize("submitted_before", [False, True])
+def test_jobs_of_an_sbatch_file_are_known_by_the_card(slurm, sweep, capsys, wrote, job, state, submitted_before):
+    if submitted_before:
+        sweep.submit("100")
+    sweep.write(0, sweep.attempt(wrote, host="node1", slurm={"job": "77_3", "restart": 0, "nodes": "node1"}), epoch=1)
+    slurm.queue(*([("77_3", *job, "None")] if job else []), ("100_0", "COMPLETED", 0, "None"))
+    row = shown(capsys, *sweep.overrides)["runs"][0]
+    assert (row["state"], row["job"]) == (state, "77_3")
 
 
 def test_a_job_that_is_alive_speaks_before_a_newer_one_that_is_not(slurm, sweep, capsys):
