@@ -17,17 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from filelock import FileLock
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..config import origin
 from ..errors import RunError
 from ..files import explain_full_disk
 from . import fairseq_command as command
 from .columns import ColumnLog
 from .fairseq_events import improves, read_event
+from .origin import finished_origin
 from .recorder import Row, RunLog, close_loggers, make_loggers
 from .run_dir import RunDir, process_rank, train_command
 
@@ -180,7 +179,7 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
     _same_data(run, facts)
     initial, rate = None, config["optimizer"]["lr"]
     if config["init_from"] is not None:
-        initial, rate = origin_of(config)
+        initial, rate = finished_origin(config, _train_origin)
     begun = {**config, "optimizer": {**config["optimizer"], "lr": rate}}
     words = command.arguments(begun, run.checkpoints, initial)
     recorded = config["columns"]
@@ -223,29 +222,8 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
     return result
 
 
-def origin_of(config: Config) -> tuple[Path, float]:
-    """The last checkpoint of the run that `init_from` names, trained now where it is not finished, and the first rate.
-
-    All runs that begin with it share it: one trains it, the others wait.
-
-    Raises:
-        RunError: where several processes train the run, and the other run is not finished.
-    """
-    before, words = origin(config)
-    run = RunDir.of(before)
-    if not run.finished:
-        if config["trainer"]["devices"] * config["trainer"]["num_nodes"] > 1:
-            raise RunError(f"init_from: first train the run that this one begins with: {train_command(words)}")
-        run.path.mkdir(parents=True, exist_ok=True)
-        with FileLock(run.path / ".wanted.lock"):
-            with FileLock(run.path / ".lock"):  # where it is trained for itself
-                pass
-            if not run.finished:
-                print(f"first the run that this one begins with: {run.path}", file=sys.stderr)
-                train(before, run, train_command(words))
-    lines = (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    last = [row["lr"] for row in map(json.loads, lines) if "lr" in row][-1]
-    return run.path / run.result()["last"]["checkpoint"], last * config["init_from"]["rate"]
+def _train_origin(before: Config, run: RunDir, words: list[str]) -> None:
+    train(before, run, train_command(words))
 
 
 def _bar(config: Config) -> bool:
