@@ -5,17 +5,12 @@ fairseq's: `checkpoint_best.pt`, `checkpoint_last.pt`, and with `init_from` `che
 the run began with, which are evaluated as epoch 0 and stand in result.json as `initial`.
 """
 
-import errno
 import json
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
@@ -25,144 +20,14 @@ from ..errors import RunError
 from ..files import explain_full_disk
 from . import fairseq_command as command
 from .columns import ColumnLog
-from .fairseq_events import improves, read_event
+from .fairseq_events import improves
+from .fairseq_process import Child, exit_code
 from .origin import finished_origin
 from .recorder import Row, RunLog, close_loggers, make_loggers
 from .run_dir import RunDir, process_rank, train_command
 
 Config = dict[str, Any]
 LOG = "fairseq.log"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
-
-
-@dataclass
-class Child:
-    """A process that runs fairseq: its events, and its log."""
-
-    process: "subprocess.Popen[str]"
-    log: IO[str] | None = None
-    signal: int = 0
-    unwritten: list[str] = field(default_factory=list)
-
-    @classmethod
-    def start(cls, module: str, words: Sequence[str], config: Config) -> "Child":
-        """Starts `python -m experiments.runners.<module>` in a session of its own: signals come from here alone."""
-        environment = dict(os.environ)
-        paths = [str(command.ROOT), str(command.PLUGIN.parent), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        environment |= {"PYTHONUTF8": "1", "PYTHONWARNINGS": "ignore"}
-        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it alone
-        if config["trainer"]["accelerator"] == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        if config["trainer"]["threads"] is not None:
-            environment["OMP_NUM_THREADS"] = str(config["trainer"]["threads"])
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.{module}", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-        )
-        return cls(process)
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """What the process tells, until it ends; the rest of its lines goes to the log.
-
-        Raises:
-            RunError: for what it says went wrong.
-            OSError: for a full disk.
-        """
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            event = read_event(line)
-            if event is None:
-                self._write(line)
-                if (update := _progress(line)) is not None:
-                    yield {"event": "progress", "epochs": update}
-            elif event["event"] == "warning":
-                print(f"warning: {event['message']}", file=sys.stderr)
-            elif event["event"] == "failed":
-                self.process.wait()
-                where = f" (everything that fairseq wrote: {self.log.name})" if self.log is not None else ""
-                if event["full"]:
-                    raise OSError(errno.ENOSPC, event["message"])
-                raise RunError(f"{event['message']}{where}")
-            else:
-                yield event
-
-    def say(self, line: str) -> None:
-        """Writes a line to the process's input."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-
-    def keep_log(self, path: Path) -> None:
-        """Appends all lines to a file, those before as well."""
-        self.log = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by `end`
-        self.log.writelines(self.unwritten)
-        self.unwritten.clear()
-
-    def _write(self, line: str) -> None:
-        if not line.strip():
-            return
-        if self.log is None:
-            self.unwritten.append(line)
-        else:
-            self.log.write(line)
-            self.log.flush()
-
-    def end(self) -> None:
-        """Ends the process where it has not ended, and the log."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.communicate()
-        if self.log is not None:
-            self.log.close()
-
-    def fate(self) -> RunError:
-        """Why a process is gone that told nothing."""
-        code = self.process.wait()
-        log = self.log.name if self.log is not None else None
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        last = next((line.strip() for line in reversed(self.unwritten) if line.strip()), "")
-        hint = "; perhaps the memory of the machine was used up" if code == -signal.SIGKILL else ""
-        return RunError(f"fairseq's process {how}{hint} ({f'its log: {log}' if log else last or 'it wrote nothing'})")
-
-    @contextmanager
-    def forwarding(self) -> Iterator[None]:
-        """Passes signals on to the process, which then saves a checkpoint and ends; a second one ends it at once."""
-
-        def forward(signum: int, frame: object) -> None:
-            if self.signal:
-                self.process.kill()
-            else:
-                self.signal = signum
-                self.process.send_signal(signum)
-
-        try:
-            before = {number: signal.signal(number, forward) for number in SIGNALS}
-        except ValueError:  # not the main thread, which alone may do this
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _progress(line: str) -> float | None:
-    """The epochs that are done, out of a line of fairseq's JSON log within an epoch."""
-    if " | train_inner | {" not in line:
-        return None
-    try:
-        return float(json.loads(line[line.index("{") :])["update"])
-    except (ValueError, LookupError):
-        return None
 
 
 def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
@@ -172,14 +37,14 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
 
     Raises:
         RunError: for what the user can put right; no folder has been made where the configuration was at fault.
-        SystemExit: with `INTERRUPTED` after Ctrl-C, `TERMINATED` after another signal; a checkpoint has been saved.
+        SystemExit: with 130 after Ctrl-C, 143 after another signal; a checkpoint has been saved.
     """
     command.check_sections(config)
     facts = command.facts(command.read_manifest(config["data"]), config["data"])
     _same_data(run, facts)
     initial, rate = None, config["optimizer"]["lr"]
     if config["init_from"] is not None:
-        initial, rate = finished_origin(config, _train_origin)
+        initial, rate = finished_origin(config, _train_origin)[:2]
     begun = {**config, "optimizer": {**config["optimizer"], "lr": rate}}
     words = command.arguments(begun, run.checkpoints, initial)
     recorded = config["columns"]
@@ -247,12 +112,8 @@ def _wait_until_ready(child: Child) -> dict[str, Any]:
         if event["event"] == "ready":
             return event
     if child.signal:
-        raise SystemExit(_code(child.signal))
+        raise SystemExit(exit_code(child.signal))
     raise child.fate()
-
-
-def _code(signum: int) -> int:
-    return INTERRUPTED if signum == signal.SIGINT else TERMINATED
 
 
 def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Config, run: RunDir) -> None:
@@ -269,7 +130,7 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
                 if log is not None:
                     words = signal.Signals(event["signal"]).name
                     print(f"stopped by {words} at step {step}; the same command goes on from there", file=sys.stderr)
-                raise SystemExit(_code(event["signal"]))
+                raise SystemExit(exit_code(event["signal"]))
             if event["event"] == "progress":
                 progress.update(bar, completed=event["epochs"])
             elif event["event"] == "started" and log is not None:
@@ -289,7 +150,7 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
                 log.add_timing(event["epoch"], step, epochs, event["seconds"], event["samples"])
                 progress.update(bar, completed=event["epoch"])
     if child.signal and child.process.wait() != 0:
-        raise SystemExit(_code(child.signal))
+        raise SystemExit(exit_code(child.signal))
     raise child.fate()
 
 
@@ -383,7 +244,7 @@ def score(config: Config, checkpoints: dict[int, Path], split: str, log: Path | 
                 if event["event"] == "scores":
                     return event
             if child.signal:
-                raise SystemExit(_code(child.signal))
+                raise SystemExit(exit_code(child.signal))
             raise child.fate()
     finally:
         child.end()
