@@ -61,7 +61,7 @@ def _write(folder: Path, split: str, lines: list[str]) -> None:
 
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of data: sentences with one word that tells the label, and a language in capitals."""
+    """A folder of data: sentences with one word that tells the label, and a language in which all begins alike."""
     if importlib.util.find_spec("fairseq") is None:
         pytest.skip("fairseq is not installed: pip install --require-hashes --no-deps -r requirements-fairseq.txt")
     folder = tmp_path_factory.mktemp("text")
@@ -71,7 +71,7 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         told = [f"{line} {'good' if label == 'pos' else 'bad'}" for line, label in zip(lines, labels, strict=True)]
         _write(folder / "text" / "sentiment" / "input0", split, told)
         _write(folder / "text" / "sentiment" / "label", split, labels)
-        for language, side in (("de", lines), ("en", [line.upper() for line in lines])):
+        for language, side in (("de", lines), ("en", [f"A B C D E {line[0].upper()}" for line in lines])):
             _write(folder / "text" / "translation", f"{split}.{language}", side)
     for name in ("sentiment", "translation"):
         manifest = {"name": name, "split_hash": hashlib.sha256(name.encode()).hexdigest(), "sizes": SIZES}
