@@ -153,7 +153,7 @@ def _flatter(claim: Claim, results: Results, stand_in: bool) -> list[Finding]:
         if not recorded.cell.attention.is_softmax():
             continue
         for layer in recorded.layers():
-            epochs = recorded.epochs(layer)
+            epochs = [epoch for epoch in recorded.epochs(layer) if epoch > 0]
             if len(epochs) < 2:
                 continue
             change = recorded.change(layer)
@@ -163,6 +163,8 @@ def _flatter(claim: Claim, results: Results, stand_in: bool) -> list[Finding]:
             )
             first, last = recorded.mean(layer, epochs[0]), recorded.mean(layer, epochs[-1])
             effect = f"unevenness {first:.3f} at epoch {epochs[0]}, {last:.3f} at {epochs[-1]}"
+            if 0 in recorded.epochs(layer):
+                effect += f" ({recorded.mean(layer, 0):.3f} before training)"
             words = f"[{bounds.low:+.3f}, {bounds.high:+.3f}]" if bounds is not None else NOTHING
             where = f"{_where(results, recorded.cell)}, {layer}"
             found.append(Finding(claim, results.experiment, where, effect, words, change.n, says, reason, stand_in))

@@ -11,7 +11,7 @@ from yaml import YAMLError
 
 PAPER_RESULTS = Path(__file__).with_name("paper_results.yaml")
 STATISTICS = ("best", "median", "mean", "worst", "value", "axis_low", "axis_high")
-UNITS = ("percent", "BLEU", "seconds")
+UNITS = ("percent", "points", "BLEU", "seconds", "times")
 
 
 class Status(Enum):

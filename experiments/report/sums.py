@@ -65,8 +65,11 @@ class CellSums:
         return float(np.mean([found[layer, epoch].unevenness for found in self.runs.values()]))
 
     def change(self, layer: str) -> Comparison:
-        """Unevenness at the last epoch minus that at the first, paired by seed."""
-        epochs = self.epochs(layer)
+        """Unevenness at the last epoch minus that at the first after training began, paired by seed.
+
+        The published figure begins there too. Maps of random weights, epoch 0, are nearly uniform and so nearly even.
+        """
+        epochs = [epoch for epoch in self.epochs(layer) if epoch > 0]
         ends = (epochs[-1], epochs[0]) if len(epochs) > 1 else ()
         sides = [
             [Observation(seed, "", found[layer, epoch].unevenness) for seed, found in self.runs.items()]
@@ -141,22 +144,30 @@ def sums_table(recorded: Sequence[CellSums], results: Results) -> Table:
     rows, filters = [], []
     for each in recorded:
         for layer in each.layers():
-            epochs = each.epochs(layer)
+            epochs = [epoch for epoch in each.epochs(layer) if epoch > 0]
             if not epochs:
                 continue
             first, last = (each.mean(layer, at) for at in (epochs[0], epochs[-1]))
+            before = f"{each.mean(layer, 0):.3f}" if 0 in each.epochs(layer) else NOTHING
             error = np.mean([found[layer, epochs[-1]].column_error for found in each.runs.values()])
             change = each.change(layer)
             bounds = change.interval
             place = [place_label(axis, value) for axis, value in zip(results.axes, each.cell.place, strict=True)]
             words = f"[{bounds.low:+.3f}, {bounds.high:+.3f}]" if bounds else NOTHING
             mean = f"{change.mean:+.3f}" if np.isfinite(change.mean) else NOTHING
-            numbers = [f"{first:.3f}", f"{last:.3f}", mean, words, f"{error:.3g}" if np.isfinite(error) else NOTHING]
+            numbers = [
+                before,
+                f"{first:.3f}",
+                f"{last:.3f}",
+                mean,
+                words,
+                f"{error:.3g}" if np.isfinite(error) else NOTHING,
+            ]
             names = [each.cell.attention.label, layer, str(len(each.runs)), f"{epochs[0]}–{epochs[-1]}"]
             rows.append((*place, *names, *numbers))
             filters.append(filter_of(each.cell.attention))
-    header = (*map(axis_label, results.axes), "attention", "layer", "runs", "epochs", "first", "last", "change")
-    header = (*header, "95 % t interval", "column error at the last")
+    header = (*map(axis_label, results.axes), "attention", "layer", "runs", "epochs", "before training")
+    header = (*header, "first", "last", "change", "95 % t interval", "column error at the last")
     note = "Mean distance of a column's sum from what a doubly stochastic map would have, over that: 0 for such a map."
     return Table("How uneven the column sums are", header, tuple(rows), note, filters=tuple(filters))
 

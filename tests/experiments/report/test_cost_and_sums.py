@@ -69,17 +69,19 @@ def line(epoch, values, layer="blocks.0", **more):
 def test_unevenness_by_epoch_and_its_change(make_run, results):
     ends = [0.1, 0.2, 0.15]
     for seed, end in enumerate(ends):
-        rows = [line(0, [1.5, 0.5]), line(9, [1 + end, 1 - end], column_error=end)]
+        rows = [line(0, [1.25, 0.75]), line(1, [1.5, 0.5]), line(9, [1 + end, 1 - end], column_error=end)]
         write(make_run("softmax", seed), "column_sums.jsonl", rows)
     recorded = sums.cell_sums(results())
     (row,) = sums.sums_table(recorded, results()).rows
     differences = np.array(ends) - 0.5
     low, high = stats.t.interval(0.95, 2, differences.mean(), stats.sem(differences))
-    assert row[:4] == ("softmax", "blocks.0", "3", "0–9")
-    assert row[4:7] == ("0.500", "0.150", "-0.350")
-    assert row[7:] == (f"[{low:+.3f}, {high:+.3f}]", "0.15")
+    assert row[:4] == ("softmax", "blocks.0", "3", "1–9")
+    assert row[4:8] == ("0.250", "0.500", "0.150", "-0.350")
+    assert row[8:] == (f"[{low:+.3f}, {high:+.3f}]", "0.15")
     table = list(csv.DictReader(io.StringIO(sums.sums_csv(recorded, results()))))
-    assert [float(entry["unevenness"]) for entry in table] == pytest.approx([0.5, 0.1, 0.5, 0.2, 0.5, 0.15])
+    assert [float(entry["unevenness"]) for entry in table] == pytest.approx(
+        [0.25, 0.5, 0.1, 0.25, 0.5, 0.2, 0.25, 0.5, 0.15]
+    )
 
 
 def test_the_recorded_deviation_counts_before_that_of_the_quantiles(make_run, results):
@@ -117,4 +119,4 @@ def test_of_a_damaged_file_what_comes_before(make_run, results):
     make_run("softmax", 1)
     (recorded,) = sums.cell_sums(results())
     assert recorded.epochs("blocks.0") == [1]
-    assert sums.sums_table([recorded], results()).rows[0][6:8] == ("–", "–")
+    assert sums.sums_table([recorded], results()).rows[0][7:9] == ("–", "–")
