@@ -1,6 +1,7 @@
 """The operator: `sinkhorn` and `sinkhorn_attention`, their argument checks and the choice of backend."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
 from .operators import compute_dtype, is_eager
 from .problem import dropout_factor
 from .reference import sinkhorn_attention_reference
+from .streaming import streaming_attention
 
 BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
-BUILT_BACKENDS = ("reference", "dense", "triton")
+BUILT_BACKENDS = ("reference", "dense", "streaming", "triton")
 GRADIENTS = ("unrolled", "detached", "implicit")
 BUILT_GRADIENTS = ("unrolled", "detached", "implicit")
 
@@ -83,7 +85,12 @@ def sinkhorn_attention(
         gradient: "unrolled" is the exact derivative of the half-steps; "detached" takes the column potential for a
             constant, as the published sentiment code does; "implicit" is the derivative at convergence, whatever the
             backend (see implicit.py; a backward pass on the CPU raises where the half-steps have not converged).
-        backend: "auto", "reference", "dense" or "triton" (CUDA devices, up to 256 keys); "streaming" is not built yet.
+        backend: "reference" is the definition; "dense" the fast engine, which on the CPU works in cache-sized chunks of
+            heads while a head's map is below 8 MB, in blocks of rows of a kept map up to 256 MB, and makes the blocks
+            again above that; "streaming" always makes them again: memory O(n d), about twice the time; "triton" is for
+            CUDA devices and up to 256 keys. "auto" is "dense" on every device and at every shape. Off the CPU "dense"
+            and "streaming" compute in the log domain throughout, without a synchronisation. All agree in value and
+            gradient.
 
     Returns:
         (..., n, d_v) in the promoted dtype of the inputs; 0 at masked queries.
@@ -119,10 +126,8 @@ def sinkhorn_attention(
     if backend == "reference":
         return in_reference(query, key, value, n_iters, scale, gradient, *masks, dropout_p)
     refuse_transforms(query, key, value, attn_bias)
-    if backend == "triton":
-        return in_triton(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p)
-    output = dense_attention(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p)
-    return output.to(dtype)
+    attend = ENGINES[AUTO if backend == "auto" else backend]
+    return attend(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p).to(dtype)
 
 
 def in_reference(
@@ -164,6 +169,16 @@ def in_triton(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Ten
     return triton_attention(query, key, value, *arguments)[0]
 
 
+#: What runs each backend, the reference excepted; arguments as those of `dense.attention_forward`.
+ENGINES: dict[str, Callable[..., Tensor]] = {
+    "dense": dense_attention,
+    "streaming": streaming_attention,
+    "triton": in_triton,
+}
+#: What "auto" is. dense.py chooses by the shape, and the log domain by the device.
+AUTO = "dense"
+
+
 def refuse_transforms(*tensors: Tensor | None) -> None:
     """Refuses torch.func transforms and forward-mode derivatives, which a hand-written backward cannot serve.
 
@@ -177,7 +192,7 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
     )
     if transformed or dual:
         raise NotImplementedError(
-            "the dense backend of Sinkhorn attention does not work under torch.func transforms or forward-mode "
+            "this backend of Sinkhorn attention does not work under torch.func transforms or forward-mode "
             "derivatives (grad, vmap, jvp, ...); use sinkhorn_attention(..., backend='reference') there"
         )
 

@@ -99,9 +99,14 @@ class Problem:
             return self.attn_bias.to(dtype or self.dtype)
         return self.attn_bias[self.bias_head[heads]].to(dtype or self.dtype)
 
-    def dropout(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-        """What multiplies the coupling of some heads, (heads, n, m); None without dropout."""
-        return None if self.keep is None else dropout_factor(self.keep[heads], self.dropout_p, dtype or self.dtype)
+    def dropout(
+        self, heads: slice | Tensor, dtype: torch.dtype | None = None, rows: slice | None = None
+    ) -> Tensor | None:
+        """What multiplies the coupling of some heads (and rows), (heads, n, m); None without dropout."""
+        if self.keep is None:
+            return None
+        keep = self.keep[heads] if rows is None else self.keep[heads, rows]
+        return dropout_factor(keep, self.dropout_p, dtype or self.dtype)
 
     def scores(self, heads: slice | Tensor, dtype: torch.dtype, unit: float) -> Tensor:
         """The scores times `unit` of some heads, (heads, n, m), as a new tensor; -inf outside the support."""
@@ -128,8 +133,8 @@ class Problem:
         """What rows and columns should sum to by the masks, for maps without a -inf.
 
         Returns:
-            The row sums (heads, 1, n), 1 or 0, None if 1 throughout; the column sums (heads, 1, m), n_valid / m_valid
-            or 0, None if 1 throughout; n_valid / m_valid, (heads, 1, 1), 1 where nothing is valid, so that it divides;
+            The row sums, broadcastable to (heads, 1, n), 1 or 0, None if 1 throughout; the column sums, broadcastable
+            to (heads, 1, m), n_valid / m_valid or 0, None if 1 throughout; n_valid / m_valid, (heads, 1, 1), 1 where nothing is valid, so that it divides;
             and whether a head has nothing valid.
         """
         if self.query_mask is None and self.key_mask is None:
@@ -145,3 +150,45 @@ class Problem:
         ratio = torch.where(n_valid > 0, n_valid.to(self.dtype) / m_valid.clamp(min=1), 1.0)
         empty = (n_valid == 0) | (m_valid == 0)
         return (rows & ~empty).to(self.dtype), ratio * (columns & ~empty), ratio, bool(empty.any())
+
+
+class Gradients:
+    """The gradients of an attention call, filled head by head."""
+
+    def __init__(self, problem: Problem, bias_gradient: bool) -> None:
+        self.problem = problem
+        tensors = problem.query, problem.key, problem.value
+        # Contiguous, as the fake kernel promises, whatever the inputs' strides are.
+        self.query, self.key, self.value = (
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors if tensor is not None
+        )
+        self.bias: Tensor | None = None
+        if bias_gradient and problem.attn_bias is not None:
+            shape, device = problem.attn_bias.shape, problem.attn_bias.device
+            self.bias = torch.zeros(shape, dtype=problem.dtype, device=device)
+
+    def write(self, heads: Tensor | slice, query: Tensor, key: Tensor, scores: Tensor, value: Tensor) -> None:
+        """Takes dL/dC (heads, n, m) and dL/dV of some heads to the inputs. Masked tokens have zeros in dL/dC."""
+        scale = self.problem.scale
+        self._put(self.query, heads, scores, key, scale)
+        self._put(self.key, heads, scores.transpose(1, 2), query, scale)
+        self.value[heads] = hide(value, self.problem.key_mask, heads).to(self.value.dtype)
+        self.add_bias(heads, scores)
+
+    def add_bias(self, heads: Tensor | slice, scores: Tensor, rows: slice | None = None) -> None:
+        """Adds dL/dC of some heads (and rows) to the gradient of the bias, if it is wanted."""
+        if self.bias is None or self.problem.bias_head is None:
+            return
+        for axis in (1, 2):
+            if self.bias.shape[axis] == 1:
+                scores = scores.sum(axis, keepdim=True)
+        bias = self.bias if rows is None or self.bias.shape[1] == 1 else self.bias[:, rows]
+        bias.index_add_(0, self.problem.bias_head[heads], scores.to(bias.dtype))
+
+    @staticmethod
+    def _put(gradient: Tensor, heads: Tensor | slice, left: Tensor, right: Tensor, scale: float) -> None:
+        if isinstance(heads, slice) and gradient.dtype == left.dtype:
+            part = gradient[heads]
+            torch.baddbmm(part, left, right, beta=0, alpha=scale, out=part)
+        else:
+            gradient[heads] = torch.bmm(left, right).mul_(scale).to(gradient.dtype)

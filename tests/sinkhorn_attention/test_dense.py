@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinkhorn_attention import dense, sinkhorn, sinkhorn_attention
+from sinkhorn_attention import dense, guard, sinkhorn, sinkhorn_attention
 from sinkhorn_attention.reference import sinkhorn_reference
 
 SHAPES = [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1), (1, 1)]
@@ -219,15 +219,15 @@ def test_guard_is_taken_per_matrix_and_right_on_both_sides(
     """With peaked logits and many half-steps some heads leave the bound, others of the same batch do not."""
     problem = make_problem(10, 10, n_iters, std=100, lead=(4, 6))
     single = [tensor.float() for tensor in problem[:3]]
-    in_log_domain = torch.tensor(modes_of(*single[:2], n_iters, 8**-0.5)) == dense.LOG_DOMAIN
+    in_log_domain = torch.tensor(modes_of(*single[:2], n_iters, 8**-0.5)) == guard.LOG_DOMAIN
     if n_iters > 21:
         assert in_log_domain.any()
         assert not in_log_domain.all()
     # The scores have 7 digits in float32, and reach 300: their own rounding is 3e-5 of a map's entry, more in its tail.
     matches_reference(problem, dtype=torch.float32, tolerance=2e-3)
     for bound in (-1.0, 12.0, 25.0):  # in float64 both sides are exact, wherever the bound is put
-        monkeypatch.setitem(dense.GUARD_LOG2, torch.float64, bound)
-        flags = torch.tensor(modes_of(*problem[:2], n_iters, 8**-0.5)) == dense.LOG_DOMAIN
+        monkeypatch.setitem(guard.GUARD_LOG2, torch.float64, bound)
+        flags = torch.tensor(modes_of(*problem[:2], n_iters, 8**-0.5)) == guard.LOG_DOMAIN
         assert flags.all() if bound < 0 else flags.any()
         matches_reference(problem)
         matches_reference(problem._replace(options={"attn_bias": torch.randn(6, 10, 10).double(), "dropout_p": 0.2}))
@@ -236,13 +236,13 @@ def test_guard_is_taken_per_matrix_and_right_on_both_sides(
 
 def test_guard_b_is_where_it_says() -> None:
     """Scalings just below the bound are trusted, just above are not, and NaN never is."""
-    bound = dense.GUARD_LOG2[torch.float32]
+    bound = guard.GUARD_LOG2[torch.float32]
     u, v = torch.ones(1, 4, 2), torch.ones(2, 4, 2)
     u[0, 0, 1], v[1, 0, 0] = 2.0 ** (bound / 2), 2.0 ** (bound / 2)
     u[0, 1, 1], v[1, 1, 0] = 2.0 ** (bound / 2), 2.0 ** (bound / 2 + 1)
     u[0, 2, 0] = math.nan
     u[0, 3, 0] = math.inf
-    assert dense.trusted_heads(u, v).tolist() == [True, False, False, False]
+    assert guard.trusted_heads(u, v).tolist() == [True, False, False, False]
 
 
 def modes_of(query, key, n_iters: int = 3, scale: float = 1.0, **masks) -> list[int]:
@@ -255,32 +255,32 @@ def modes_of(query, key, n_iters: int = 3, scale: float = 1.0, **masks) -> list[
 
 def test_guard_a_is_where_it_says() -> None:
     """Norms, the scale and the bias count together; NaN, infinity and a -inf in the bias are never bounded."""
-    bound = dense.BOUNDED_LOG2 / math.log2(math.e)
+    bound = guard.BOUNDED_LOG2 / math.log2(math.e)
     query, key = torch.zeros(1, 4, 3), torch.zeros(1, 5, 3)
     query[0, 2, 0], key[0, 1, 1] = 2.0, 3.0  # orthogonal: the bound is by norms
-    assert modes_of(query, key, scale=0.999 * bound / 6) == [dense.BOUNDED]
-    assert modes_of(query, key, scale=1.001 * bound / 6) == [dense.SHIFTED]
-    assert modes_of(query, key, scale=-1.001 * bound / 6) == [dense.SHIFTED]
+    assert modes_of(query, key, scale=0.999 * bound / 6) == [guard.BOUNDED]
+    assert modes_of(query, key, scale=1.001 * bound / 6) == [guard.SHIFTED]
+    assert modes_of(query, key, scale=-1.001 * bound / 6) == [guard.SHIFTED]
     for sign in (1, -1):
         bias = torch.zeros(4, 5)
         bias[1, 1] = sign * (bound - 6) * 0.999
-        assert modes_of(query, key, attn_bias=bias) == [dense.BOUNDED]
+        assert modes_of(query, key, attn_bias=bias) == [guard.BOUNDED]
         bias[1, 1] = sign * (bound - 6) * 1.001
-        assert modes_of(query, key, attn_bias=bias) == [dense.SHIFTED]
+        assert modes_of(query, key, attn_bias=bias) == [guard.SHIFTED]
     for odd in (-math.inf, math.nan):
         bias[1, 1] = odd
-        assert modes_of(query, key, attn_bias=bias) != [dense.BOUNDED]
+        assert modes_of(query, key, attn_bias=bias) != [guard.BOUNDED]
     for odd in (math.inf, math.nan):
         query[0, 0, 0] = odd
-        assert modes_of(query, key) == [dense.LOG_DOMAIN]
+        assert modes_of(query, key) == [guard.LOG_DOMAIN]
         mask = torch.tensor([[False, True, True, True]])
-        assert modes_of(query, key, query_mask=mask) == [dense.BOUNDED], "what is masked counts nowhere"
+        assert modes_of(query, key, query_mask=mask) == [guard.BOUNDED], "what is masked counts nowhere"
 
 
 @pytest.mark.parametrize("n_iters", [1, 4, 5, 101])
 def test_guard_a_holds_at_its_bound(make_problem, matches_reference, n_iters: int) -> None:
     """Scores of +-bound, laid out so that rows, columns and blocks pull against each other."""
-    bound = 0.9999 * dense.BOUNDED_LOG2 / math.log2(math.e)
+    bound = 0.9999 * guard.BOUNDED_LOG2 / math.log2(math.e)
     problem = make_problem(12, 12, n_iters)
     base = torch.zeros_like(problem.query[..., :1])
     for pattern in ("triangle", "blocks", "one row", "signs"):
@@ -296,7 +296,7 @@ def test_guard_a_holds_at_its_bound(make_problem, matches_reference, n_iters: in
         else:
             bias = torch.where(random_mask(12, 12, keep=0.5), bound, -bound).double()
         flat = problem._replace(query=base, key=base, options={"attn_bias": bias, "scale": 1.0})
-        assert set(modes_of(base.float(), base.float(), n_iters, attn_bias=bias.float()[None])) == {dense.BOUNDED}
+        assert set(modes_of(base.float(), base.float(), n_iters, attn_bias=bias.float()[None])) == {guard.BOUNDED}
         matches_reference(flat)
         matches_reference(flat, dtype=torch.float32, tolerance=2e-5)
 

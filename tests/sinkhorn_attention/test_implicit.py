@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sinkhorn_attention import dense, implicit, sinkhorn_attention
+from sinkhorn_attention import guard, implicit, sinkhorn_attention
 from sinkhorn_attention.implicit import NotConvergedError, implicit_attention, implicit_coupling
 from sinkhorn_attention.reference import sinkhorn_attention_reference, sinkhorn_reference
 from torch import Tensor
@@ -54,7 +54,7 @@ def test_agrees_for_large_scores(std: float) -> None:
 
 def test_agrees_where_the_exponential_domain_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a guard that trusts no head, all are computed in the log domain."""
-    monkeypatch.setitem(dense.GUARD_LOG2, torch.float64, -1e9)
+    monkeypatch.setitem(guard.GUARD_LOG2, torch.float64, -1e9)
     for n_iters in (200, 201):
         assert_same_coupling(normal(2, 6, 9), n_iters)
     assert implicit._in_exponential_domain(normal(2, 4, 4), 5)[1].tolist() == [0, 1]
