@@ -95,7 +95,8 @@ def cluster_config(words: Sequence[str]) -> ClusterConfig:
             config = hydra.compose("cluster", overrides=[*further, *words]).cluster
         missing = sorted(map(str, OmegaConf.missing_keys(config)))
         if missing:
-            raise RunError(f"cluster.{missing[0]} is not set: give cluster.{missing[0]}=…{_known(missing[0])}")
+            key = missing[0].removeprefix("cluster.")
+            raise RunError(f"cluster.{key} is not set: give cluster.{key}=…{_known(key)}")
         found = OmegaConf.to_object(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise RunError(" ".join(str(error).split())) from error
