@@ -48,24 +48,34 @@ class Candidate:
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """The finished runs of a folder."""
+    """The finished runs of a folder.
+
+    Raises:
+        RunError: names a run whose files are damaged.
+    """
     trials = []
     console = Console(stderr=True)
     results = sorted(folder.glob("*/result.json"))
     for result in track(results, "runs", console=console, transient=True, disable=not console.is_terminal):
         config = read_config(result.parent)
-        lines = (result.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [row for row in map(json.loads, lines) if row["split"] == "val"]
-        trials.append(
-            Trial(
-                config["model"].get("patch_size"),
-                config["attention"]["name"],
-                config["optimizer"]["lr"],
-                config["seed"],
-                min((row["loss"] for row in rows if not math.isnan(row["loss"])), default=math.inf),
-                max(row["accuracy"] for row in rows),
+        try:
+            lines = (result.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            rows = [row for row in map(json.loads, lines) if row["split"] == "val"]
+            trials.append(
+                Trial(
+                    config["model"].get("patch_size"),
+                    config["attention"]["name"],
+                    config["optimizer"]["lr"],
+                    config["seed"],
+                    min((row["loss"] for row in rows if not math.isnan(row["loss"])), default=math.inf),
+                    max(row["accuracy"] for row in rows),
+                )
             )
-        )
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{result.parent} has no validation rows that can be read, or another configuration than a run of a "
+                f"choice of rates ({type(error).__name__}: {error}): move it away or run it again"
+            ) from error
     return trials
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ..errors import RunError
 from ..files import write_atomic
 from .recorder import Recorder
 from .stopping import StopRequest
@@ -38,8 +39,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint on the CPU; never executes what a file might hold (weights_only)."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+    """A checkpoint on the CPU; never executes what a file might hold (weights_only).
+
+    Raises:
+        RunError: where it is damaged or missing.
+    """
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever unpickling damaged bytes may raise
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise RunError(f"checkpoint {path} cannot be read: {reason}") from error
+    return content
 
 
 def newest_valid(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -52,8 +62,8 @@ def newest_valid(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     for _, path in sorted(numbered, reverse=True):
         try:
             checkpoint = read_checkpoint(path)
-        except Exception as error:  # whatever unpickling damaged bytes may raise
-            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        except RunError as error:
+            reason = str(error).removeprefix(f"checkpoint {path} cannot be read: ")
             warnings.warn(f"checkpoint {path} cannot be read and is passed over: {reason}", stacklevel=2)
             continue
         return path, checkpoint

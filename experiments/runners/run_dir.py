@@ -33,7 +33,7 @@ import re
 import shlex
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -167,8 +167,12 @@ class RunDir:
         return (self.path / "result.json").is_file()
 
     def result(self) -> dict[str, Any]:
-        """What result.json holds."""
-        return json.loads((self.path / "result.json").read_text(encoding="utf-8"))
+        """What result.json holds.
+
+        Raises:
+            RunError: where it is damaged.
+        """
+        return read_record(self.path / "result.json")
 
     @contextmanager
     def attempt(self, command: str, facts: Mapping[str, Any], devices: Sequence[str], threads: int) -> Iterator[None]:
@@ -209,11 +213,11 @@ class RunDir:
     def _begin(self, command: str, facts: Mapping[str, Any], devices: Sequence[str], threads: int) -> None:
         self.checkpoints.mkdir(exist_ok=True)
         card_file = self.path / "run.json"
-        earlier = json.loads(card_file.read_text(encoding="utf-8")) if card_file.is_file() else {}
-        if earlier and earlier["hash"] != self.hash:
+        earlier = read_record(card_file) if card_file.is_file() else {}
+        if earlier and earlier.get("hash") != self.hash:
+            owner = str(earlier.get("hash"))[:16]
             raise RunError(
-                f"{self.path} belongs to another configuration ({earlier['hash'][:16]}, not {self.hash[:16]}): "
-                "move that folder away"
+                f"{self.path} belongs to another configuration ({owner}, not {self.hash[:16]}): move that folder away"
             )
         write_atomic(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True))
         seed = self.config["seed"]
@@ -302,8 +306,32 @@ def process_rank() -> int:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The resolved configuration stored in a run folder."""
-    return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    """The resolved configuration stored in a run folder.
+
+    Raises:
+        RunError: where it is damaged or missing.
+    """
+    return _read_mapping(folder / "config.yaml", yaml.safe_load)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The object that a file of JSON in a run's folder holds.
+
+    Raises:
+        RunError: where it is damaged or missing. Runs write such files whole or not at all.
+    """
+    return _read_mapping(path, json.loads)
+
+
+def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise RunError(f"{path} cannot be read ({reason}): remove it and give the run's command again") from error
+    return content
 
 
 def git_state() -> dict[str, Any] | None:

@@ -66,11 +66,25 @@ def test_other_weights_are_noticed(finished, tmp_path, capsys):
     assert "result.json differs: accuracy" in capsys.readouterr().out
 
 
+def cut(checkpoints):
+    for path in checkpoints.iterdir():
+        path.write_bytes(path.read_bytes()[:1000])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda folder: shutil.rmtree(folder), "is not a run's folder"),
         (lambda folder: (folder / "result.json").unlink(), "is not finished: give its training command again"),
+        (lambda folder: (folder / "result.json").write_text("{"), r"result\.json cannot be read \(.*: remove it"),
+        (lambda folder: (folder / "result.json").write_text("[]"), r"result\.json cannot be read \(it holds a list\)"),
+        (lambda folder: (folder / "config.yaml").write_text("a: ["), r"config\.yaml cannot be read"),
+        (
+            lambda folder: (folder / "config.yaml").write_text(""),
+            r"config\.yaml cannot be read \(it holds a NoneType\)",
+        ),
+        (lambda folder: cut(folder / "checkpoints"), r"checkpoint .*\.ckpt cannot be read: "),
+        (lambda folder: shutil.rmtree(folder / "checkpoints"), r"checkpoint .*\.ckpt cannot be read: .*No such file"),
     ],
 )
 def test_no_finished_run(finished, tmp_path, capsys, change, words):
@@ -79,6 +93,7 @@ def test_no_finished_run(finished, tmp_path, capsys, change, words):
     change(folder)
     with pytest.raises(RunError, match=words):
         load_run(folder)
+    capsys.readouterr()  # of the training, where this is the first test that needs it
     assert evaluate.main([str(folder)]) == 1
     assert capsys.readouterr().err.startswith("error: ")
 

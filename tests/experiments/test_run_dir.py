@@ -79,6 +79,22 @@ def test_folder_of_another_configuration_is_not_touched(config):
     assert json.loads((run.path / "run.json").read_text()) == {"hash": "0" * 64}
 
 
+def test_a_damaged_record_is_named(config):
+    run = run_dir.RunDir.of(config)
+    run.path.mkdir(parents=True)
+    for content in ("{", "[]"):
+        (run.path / "run.json").write_text(content)
+        with (
+            pytest.raises(RunError, match=r"run\.json cannot be read \(.*remove it and give"),
+            run.attempt("", {}, [], 1),
+        ):
+            pass
+        assert (run.path / "run.json").read_text() == content
+        (run.path / "result.json").write_text(content)
+        with pytest.raises(RunError, match=r"result\.json cannot be read"):
+            run.result()
+
+
 def test_run_card(finished):
     card = json.loads((finished() / "run.json").read_text())
     (attempt,) = card["attempts"]

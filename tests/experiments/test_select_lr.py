@@ -57,6 +57,30 @@ def test_from_runs(runs, rows, capsys):
     assert table == {"softmax": {"patch14": 1e-3}}
 
 
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        (None, "No such file"),
+        ("{", "JSONDecodeError"),
+        ("", "no validation rows"),
+        ('{"split": "val", "loss": 1.0}\n', "KeyError: 'accuracy'"),
+        ('{"split": "val", "loss": "x", "accuracy": 0.5}\n', "TypeError"),
+    ],
+)
+def test_damaged_runs_are_named(metrics, words, tmp_path, capsys):
+    run = tmp_path / "run-1"
+    run.mkdir()
+    (run / "result.json").write_text("{}")
+    config = {"model": {}, "attention": {"name": "softmax"}, "optimizer": {"lr": 1e-3}, "seed": 0}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    if metrics is not None:
+        (run / "metrics.jsonl").write_text(metrics)
+    assert select_lr.main([str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {run} has no validation rows that can be read")
+    assert words in error
+
+
 def test_nothing_to_choose_from(tmp_path, capsys):
     assert select_lr.main([str(tmp_path)]) == 1
     assert "no finished run" in capsys.readouterr().err
