@@ -127,7 +127,7 @@ class _Watch:
                 return self._give_up(f"time limit met {timeouts} times, and {self.job.max_timeouts} are allowed")
         # The task by its array and number: the plain id of one task of an array is that of the whole array.
         self._record("requeued", reason=reason)
-        done = subprocess.run(["scontrol", "requeue", job_id()], capture_output=True, text=True, check=False)
+        done = _scontrol("requeue", job_id())
         if done.returncode != 0:
             return self._give_up(f"SLURM does not requeue: {done.stderr.strip()}")
         return STOPPED
@@ -177,10 +177,7 @@ def stop_reason(job: str, signal_before_end_s: int) -> str:
     A job that is being ended by SLURM ("cancelled" here) would only be in its way with a requeue: it was cancelled, or
     SLURM requeues it itself.
     """
-    words = ["scontrol", "--oneliner", "show", "job", job]
-    shown = subprocess.run(
-        words, capture_output=True, text=True, check=False, env=os.environ | {"SLURM_TIME_FORMAT": ""}
-    )
+    shown = _scontrol("--oneliner", "show", "job", job)
     facts = dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
     if facts.get("JobState", "RUNNING") != "RUNNING":
         return "time limit" if facts.get("Reason") == "TimeLimit" else "cancelled"
@@ -191,6 +188,15 @@ def stop_reason(job: str, signal_before_end_s: int) -> str:
         if left < signal_before_end_s + EARLY_S:
             return "time limit"
     return "signal"
+
+
+def _scontrol(*words: str) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"SLURM_TIME_FORMAT": "standard"}
+    try:
+        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False, env=environment)
+    except FileNotFoundError:
+        reason = "scontrol is not there; a container needs SLURM's programs, its configuration and munge's socket"
+        return subprocess.CompletedProcess(["scontrol", *words], 127, "", reason)
 
 
 def note_killed(folder: Path, process: int, message: str) -> None:

@@ -185,6 +185,11 @@ def test_slurm_does_not_requeue(node):
     assert node.events()[-1] == ("ended", "SLURM does not requeue: Requested operation is disabled")
 
 
+def test_no_scontrol_in_a_container(node):
+    assert node.stop(node.start(environment={"PATH": "/nowhere"}), signal.SIGUSR2) == 1
+    assert "a container needs SLURM's programs" in node.events()[-1][1]
+
+
 def test_an_error_while_stopping_is_no_reason_to_start_again(node):
     """The disk is full, say: the checkpoint could not be written."""
     assert node.stop(node.start(on_term=1), signal.SIGUSR2) == 1
