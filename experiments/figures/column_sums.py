@@ -112,9 +112,11 @@ def in_words(title: str, runs: Recorded) -> str:
         change = compare(*ends)
         first, final = (float(np.mean([each[epoch] for each in found.values()])) for epoch in (start, last))
         since = "before training" if start == 0 else f"after epoch {start}"
+        fell = sum(each[last] < each[start] for each in found.values())
         sentences.append(
             f"{since} {first:.4f}, at the end (epoch {last}) {final:.4f}: change {change.mean:+.4f}"
-            f"{_intervals(change, [each[last] - each[start] for each in found.values()])}: {_verdict(change)}."
+            f"{_intervals(change, [each[last] - each[start] for each in found.values()])}; it fell in {fell} of "
+            f"{len(found)} seeds: {_verdict(change)}."
         )
     return "\n".join(sentences)
 
@@ -139,12 +141,12 @@ def _verdict(change: Comparison) -> str:
 
 
 def picture(title: str, runs: Recorded) -> Figure:
-    """A panel for each of some layers, curves for some epochs, means over seeds; and the distance from 1 by epoch."""
+    """A panel for each of some layers, curves for some epochs, medians over seeds; and the distance from 1 by epoch."""
     some = next(iter(runs.values()))
     layers = _spaced(list(dict.fromkeys(row["layer"] for row in some)), MOST_LAYERS)
     with styled():
         figure = Figure(figsize=(3.2 * (len(layers) + 1), 3.4), layout="constrained")
-        figure.suptitle(f"{title}, {len(runs)} seeds", fontsize=11)
+        figure.suptitle(f"{title}, median of {len(runs)} seeds", fontsize=11)
         *panels, right = figure.subplots(1, len(layers) + 1, squeeze=False)[0]
         for layer, axes in zip(layers, panels, strict=True):
             _draw_layer(axes, layer, runs)
@@ -164,10 +166,11 @@ def _draw_layer(axes: Axes, layer: str, runs: Recorded) -> None:
                 values = row["column_sums"]
                 curve = np.interp(GRID, np.linspace(0.0, 1.0, len(values)), values)
                 by_epoch.setdefault(row["epoch"], []).append(curve)
-    epochs = _spaced(sorted(by_epoch), MOST_EPOCHS)
+    # The first epoch changes most, so it is always among them.
+    epochs = [0] * (0 in by_epoch) + _spaced(sorted(set(by_epoch) - {0}), MOST_EPOCHS - 1)
     for index, epoch in enumerate(epochs):
         colour = colormaps["viridis"](0.9 * index / max(len(epochs) - 1, 1))
-        axes.plot(GRID, np.mean(by_epoch[epoch], axis=0), color=colour, label=f"epoch {epoch}")
+        axes.plot(GRID, np.median(by_epoch[epoch], axis=0), color=colour, label=f"epoch {epoch}")
     axes.axhline(1.0, color="#8a8f98", linewidth=0.8, linestyle=":")
     axes.set(yscale="log", ylim=(0.05, 20.0), xlabel="keys, sorted (share)", title=layer)
     axes.legend(fontsize=7, loc="upper left")

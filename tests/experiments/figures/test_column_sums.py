@@ -39,6 +39,8 @@ def test_the_claim_is_stated_with_its_numbers():
     assert words[1].endswith("the claim that column sums approach 1 with training does not hold here.")
     assert words[2].startswith("after epoch 1 0.9200, at the end (epoch 2) 0.4800: change -0.4400, 95% t interval")
     assert words[2].endswith("the claim that column sums approach 1 with training holds here.")
+    assert "; it fell in 0 of 5 seeds: " in words[1]
+    assert "; it fell in 5 of 5 seeds: " in words[2]
     change = np.array([values[2] - values[1] for values in FALLING])
     low, high = stats.t.interval(0.95, 4, change.mean(), stats.sem(change))
     assert f"t interval {low:+.4f} to {high:+.4f}" in words[2]
