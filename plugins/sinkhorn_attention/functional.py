@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import flash_streaming
 from .dense import dense_attention, dense_coupling
 from .implicit import implicit_attention
 from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
@@ -17,9 +18,7 @@ from .reference import sinkhorn_attention_reference
 from .streaming import streaming_attention
 
 BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
-BUILT_BACKENDS = ("reference", "dense", "streaming", "triton")
 GRADIENTS = ("unrolled", "detached", "implicit")
-BUILT_GRADIENTS = ("unrolled", "detached", "implicit")
 
 
 def sinkhorn(
@@ -88,16 +87,19 @@ def sinkhorn_attention(
         backend: "reference" is the definition; "dense" the fast engine, which on the CPU works in cache-sized chunks of
             heads while a head's map is below 8 MB, in blocks of rows of a kept map up to 256 MB, and makes the blocks
             again above that; "streaming" always makes them again: memory O(n d), about twice the time; "triton" is for
-            CUDA devices and up to 256 keys. "auto" is "dense" on every device and at every shape. Off the CPU "dense"
-            and "streaming" compute in the log domain throughout, without a synchronisation. All agree in value and
-            gradient.
+            CUDA devices and up to 256 keys. Off the CPU "dense" and "streaming" compute in the log domain throughout,
+            without a synchronisation, the latter by fused attention calls where there is no bias and no dropout.
+            "auto" is "dense" on the CPU; on a CUDA device it is "triton" where that takes the problem, then fused
+            attention calls, then "dense". That order is by arithmetic: none of them has been run on a GPU yet. All
+            agree in value and gradient.
 
     Returns:
         (..., n, d_v) in the promoted dtype of the inputs; 0 at masked queries.
 
     Raises:
         ValueError: names the argument, what it got and what it needs; also for a causal `attn_bias` on the CPU.
-        NotImplementedError: for a backend or gradient that is not built yet; names those that are.
+        NotImplementedError: for a problem that the backend does not take; says what it needs.
+        RuntimeError: if the Triton engine fails on the device; says what does without it.
     """
     check_attention_arguments(query, key, value, n_iters, scale, attn_bias, dropout_p, gradient, backend)
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
@@ -126,7 +128,9 @@ def sinkhorn_attention(
     if backend == "reference":
         return in_reference(query, key, value, n_iters, scale, gradient, *masks, dropout_p)
     refuse_transforms(query, key, value, attn_bias)
-    attend = ENGINES[AUTO if backend == "auto" else backend]
+    if backend == "auto":
+        backend = choose_backend(query, key, value, attn_bias is not None, dropout_p > 0)
+    attend = ENGINES[backend]
     return attend(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p).to(dtype)
 
 
@@ -155,28 +159,64 @@ def in_reference(
     return output.to(query.dtype)
 
 
-def in_triton(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
-    """Runs the Triton engine, which is imported at its first use, or says what it needs and did not get."""
+def choose_backend(query: Tensor, key: Tensor, value: Tensor, has_bias: bool, has_dropout: bool) -> str:
+    """What "auto" means for a problem; see `sinkhorn_attention`. Shapes and devices decide, never the data."""
+    if query.device.type != "cuda":
+        return "dense"
+    widths = query.shape[-1], value.shape[-1]
+    if triton_refusal(query.device, query.dtype, key.shape[-2], *widths) is None:
+        return "triton"
+    return "dense" if flash_streaming.refusal(query, *widths, has_bias, has_dropout) else "streaming"
+
+
+def in_streaming(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    n_iters: int,
+    scale: float,
+    detached: bool,
+    attn_bias: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    dropout_keep: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """Runs the streaming engine: by fused attention calls on a CUDA device where they take the problem."""
+    arguments = n_iters, float(scale), detached
+    has_bias, has_dropout = attn_bias is not None, dropout_keep is not None
+    needs = flash_streaming.refusal(query, query.shape[-1], value.shape[-1], has_bias, has_dropout)
+    if query.device.type == "cuda" and needs is None:
+        return flash_streaming.flash_streaming_attention(query, key, value, *arguments, query_mask, key_mask)[0]
+    masks = attn_bias, query_mask, key_mask, dropout_keep
+    return streaming_attention(query, key, value, *arguments, *masks, dropout_p)
+
+
+def triton_refusal(device: torch.device, dtype: torch.dtype, m: int, width: int, value_width: int) -> str | None:
+    """What the Triton engine, imported at its first use, needs and does not get; None if it takes the problem."""
     try:
-        from .triton import refusal, triton_attention
+        from .triton import refusal
     except ImportError:
-        raise NotImplementedError(
-            "backend='triton' needs the triton package, which comes with torch on Linux; use backend='dense'"
-        ) from None
-    needs = refusal(query.device, query.dtype, key.shape[-2], query.shape[-1], value.shape[-1])
+        return "the triton package, which comes with torch on Linux"
+    return refusal(device, dtype, m, width, value_width)
+
+
+def in_triton(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
+    """Runs the Triton engine, or says what it needs and did not get."""
+    needs = triton_refusal(query.device, query.dtype, key.shape[-2], query.shape[-1], value.shape[-1])
     if needs is not None:
         raise NotImplementedError(f"backend='triton' needs {needs}; use backend='auto' or 'dense'")
+    from .triton import triton_attention
+
     return triton_attention(query, key, value, *arguments)[0]
 
 
 #: What runs each backend, the reference excepted; arguments as those of `dense.attention_forward`.
 ENGINES: dict[str, Callable[..., Tensor]] = {
     "dense": dense_attention,
-    "streaming": streaming_attention,
+    "streaming": in_streaming,
     "triton": in_triton,
 }
-#: What "auto" is. dense.py chooses by the shape, and the log domain by the device.
-AUTO = "dense"
 
 
 def refuse_transforms(*tensors: Tensor | None) -> None:
@@ -292,12 +332,8 @@ def check_attention_arguments(
         check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]), query.device)
     if gradient not in GRADIENTS:
         raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got {gradient!r}")
-    if gradient not in BUILT_GRADIENTS:
-        raise NotImplementedError(f"gradient={gradient!r} is not built yet; there are {', '.join(BUILT_GRADIENTS)}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend not in ("auto", *BUILT_BACKENDS):
-        raise NotImplementedError(f"backend={backend!r} is not built yet; there are {', '.join(BUILT_BACKENDS)}")
 
 
 def check_bias(attn_bias: Tensor, shape: tuple[int, ...], device: torch.device, may_be_causal: bool = False) -> None:

@@ -85,12 +85,6 @@ def test_bad_arguments_of_sinkhorn() -> None:
             sinkhorn(**({"scores": scores} | bad))
 
 
-@pytest.mark.parametrize("options", [{"backend": "streaming"}])
-def test_what_is_not_built_says_what_is(options: dict) -> None:
-    with pytest.raises(NotImplementedError, match=r"is not built yet; there are reference, dense, streaming"):
-        sinkhorn_attention(*tokens(2, 3), **options)
-
-
 def causal_masks() -> list[Tensor]:
     lower = torch.ones(6, 6, dtype=torch.bool).tril()
     additive = torch.zeros(6, 6).masked_fill(~lower, -math.inf)
