@@ -234,6 +234,22 @@ def test_fairseq_runs_are_preempted(sweep, text_data):
     assert "nothing to submit" in again.stdout
 
 
+def test_fairseq_on_two_nodes(sweep, text_data):
+    """Batches are divided, so that an epoch has the steps of one process; it learns the word that tells the label."""
+    text = Sweep(sweep.folder, text_data, SENTIMENT)
+    jobs = text.submit(*SINKHORN, cluster=("cluster.nodes=2", "cluster.partition=main"))
+    (run,) = jobs.runs
+    jobs.wait()
+    assert (run / "result.json").exists(), jobs.logs()
+    (attempt,) = attempts(run)
+    assert attempt["slurm"]["nodes"] == "node[1-2]"
+    assert attempt["devices"] == ["cpu", "cpu"]
+    rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    losses = {row["epoch"]: (row["step"], row["loss"]) for row in rows if row["split"] == "val"}
+    assert [step for step, _ in losses.values()] == [8, 16, 24]
+    assert losses[3][1] < losses[1][1]
+
+
 def test_a_time_limit_is_met(time_limited):
     sweep, words, jobs = time_limited
     reference = sweep.alone(*words)
