@@ -223,6 +223,9 @@ def distributed(trainer: Config, environment: Mapping[str, str]) -> dict[str, st
     # Set by srun alone; SLURM_NTASKS stands in batch scripts and in interactive shells too.
     started = None if "SLURM_PTY_PORT" in environment else environment.get("SLURM_STEP_NUM_TASKS")
     made = {"distributed-world-size": str(processes)}
+    if processes > 1:
+        # Each reads the checkpoint itself: what fairseq sends from the first one, torch.load refuses (weights_only).
+        made["load-checkpoint-on-all-dp-ranks"] = ""
     if started is None:
         if nodes > 1:
             raise RunError(
