@@ -40,7 +40,6 @@ def weights(tmp_path_factory, stock):
 
 def pretrained(weights, attention, num_classes=7, **options):
     settings = {"head": "new", "train": None, **SIZE, **options}
-    # A head of as many classes as the file's keeps the file's weights only where timm knows that it has as many.
     return pretrained_timm_model("vit_tiny_patch16_224", attention, num_classes, weights, **settings).eval()
 
 
