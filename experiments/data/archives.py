@@ -62,7 +62,8 @@ def read_members(source: Path, wanted: Callable[[PurePosixPath], bool]) -> Itera
         with tarfile.open(source) as tarred:
             yield from _tar_members(tarred, source, wanted)
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
-        raise RunError(f"{source} is damaged, or no folder, zip or tar: {error}") from error
+        reason = str(error).splitlines()[0].rstrip(":") if str(error) else type(error).__name__
+        raise RunError(f"{source} is damaged, or no folder, zip or tar: {reason}") from error
 
 
 def read_tar(

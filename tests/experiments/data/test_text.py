@@ -210,8 +210,9 @@ def test_damaged_archives_are_one_sentence(tmp_path):
     (tmp_path / "cut.tgz").write_bytes(whole[:2000])
     (tmp_path / "text.tgz").write_text("<html>not found</html>")
     for name in ("cut.tgz", "text.tgz"):
-        with pytest.raises(RunError, match=rf"{name} is damaged, or no folder, zip or tar"):
+        with pytest.raises(RunError, match=rf"{name} is damaged, or no folder, zip or tar") as refused:
             list(read_members(tmp_path / name, lambda _: True))
+        assert "\n" not in str(refused.value)
     with pytest.raises(RunError, match=r"none\.tgz is not there"):
         list(read_members(tmp_path / "none.tgz", lambda _: True))
 
