@@ -85,7 +85,8 @@ def _report(paths: Sequence[Path], out: Path | None, console: Console, refresh: 
     experiments = sorted({run.experiment for run in runs})
     single = len(experiments) + bool(checks) == 1
     parents = [run.folder.absolute().parent for run in runs] + [check.folder.absolute().parent for check in checks]
-    folder = out or _place(parents or [problem.folder.absolute().parent for problem in problems] or list(paths))
+    parents = parents or [problem.folder.absolute().parent for problem in problems] or list(paths)
+    folder = out or _place(parents, paths)
     views: list[tuple[View, str]] = []
     reported: list[Results] = []
     with _progress(len(experiments) + bool(checks)) as progress:
@@ -182,8 +183,10 @@ def _not_reported(problems: Sequence[Problem], experiments: Sequence[str]) -> li
     return [f"{name}: no run to report ({count})" for name, count in sorted(counts.items())]
 
 
-def _place(parents: Iterable[Path]) -> Path:
+def _place(parents: Iterable[Path], paths: Sequence[Path]) -> Path:
     """The folder report/ beside the runs, or beside the experiments where there are several.
+
+    Where these lie at several depths, it is in the folder that has them all, if that is among or below the given paths.
 
     Raises:
         ValueError: where they lie too far apart for that.
@@ -191,6 +194,9 @@ def _place(parents: Iterable[Path]) -> Path:
     places = sorted(set(parents))
     if len(places) > 1:
         above = {place.parent for place in places}
+        common = Path(os.path.commonpath(places))
+        if len(above) > 1 and any(common.is_relative_to(path.absolute()) for path in paths):
+            above = {common}
         if len(above) > 1:
             raise ValueError(f"what is to be reported lies in {len(places)} folders: say where with --out FOLDER")
         places = sorted(above)

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from .collect import ACCURACY, Problem, Protocol, Quantity, Run, Setting, path_words
 from .statistics import Comparison, Observation, Summary, Verdict, compare, judge, summarise
@@ -151,6 +152,7 @@ class Results:
         problems: runs that do not count, with the reason.
         protocol: the published treatment of the numbers, None for a sound one.
         quantity: what was measured.
+        copies: by the folder of a run that counts, those of the same run made again with equal results.
     """
 
     experiment: str
@@ -161,6 +163,7 @@ class Results:
     problems: tuple[Problem, ...] = ()
     protocol: Protocol | None = None
     quantity: Quantity = ACCURACY
+    copies: Mapping[Path, Sequence[Path]] = field(default_factory=dict)
 
     @property
     def runs(self) -> list[Run]:
@@ -250,6 +253,7 @@ def analyse(experiment: str, runs: Sequence[Run], problems: Iterable[Problem] = 
     runs = [run for run in runs if run.quantity == quantity]
     axes = swept_axes(runs)
     grouped: dict[tuple[tuple[Setting, ...], Attention], dict[int, Run]] = {}
+    copies: dict[Path, list[Path]] = {}
     varying = _varying_options(runs)
     for run in sorted(runs, key=lambda run: (run.finished, str(run.folder))):
         attention = _attention(run, varying)
@@ -257,6 +261,8 @@ def analyse(experiment: str, runs: Sequence[Run], problems: Iterable[Problem] = 
         first = by_seed.setdefault(run.seed, run)
         if first is not run:
             equal = (run.chosen, run.last) == (first.chosen, first.last)
+            if equal:
+                copies.setdefault(first.folder, []).append(run.folder)
             listed.append(
                 Problem(
                     run.folder,
@@ -293,7 +299,7 @@ def analyse(experiment: str, runs: Sequence[Run], problems: Iterable[Problem] = 
         )
     protocol = protocols.pop() if protocols else None
     found = tuple(cells), tuple(contests), tuple(alone), tuple(listed)
-    return Results(experiment, tuple(axes), *found, protocol, quantity)
+    return Results(experiment, tuple(axes), *found, protocol, quantity, copies)
 
 
 def swept_axes(runs: Sequence[Run]) -> list[str]:

@@ -7,6 +7,7 @@ would have, so that 1 is the mark. How uneven they are is the mean distance of a
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 
 from .cells import Cell, Results, axis_label, filter_of, place_label
-from .collect import NOTHING, Run
+from .collect import NOTHING
 from .figures import STYLE, mark, plain
 from .statistics import Comparison, Observation, compare
 from .tables import Table, as_csv, attention_columns, digits
@@ -78,11 +79,11 @@ class CellSums:
         return compare(*sides) if sides else compare([], [])
 
 
-def read_sums(run: Run) -> dict[tuple[str, int], Sums]:
+def read_sums(folder: Path) -> dict[tuple[str, int], Sums]:
     """A run's records by layer and epoch; of a damaged file what comes before the damage."""
     found: dict[tuple[str, int], Sums] = {}
     try:
-        for line in (run.folder / COLUMN_SUMS).read_text(encoding="utf-8").splitlines():
+        for line in (folder / COLUMN_SUMS).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             values = np.sort(np.asarray(row["column_sums"], dtype=np.float64).ravel())
             if values.size and np.isfinite(values).all():
@@ -96,10 +97,14 @@ def read_sums(run: Run) -> dict[tuple[str, int], Sums]:
 
 
 def cell_sums(results: Results) -> list[CellSums]:
-    """The cells of which something was recorded."""
+    """The cells of which something was recorded; of a run that was made again, in any of its folders."""
     found = []
     for cell in results.cells:
-        runs = {run.seed: sums for run in cell.runs if (sums := read_sums(run))}
+        runs: dict[int, dict[tuple[str, int], Sums]] = {}
+        for run in cell.runs:
+            for folder in (run.folder, *results.copies.get(run.folder, ())):
+                if run.seed not in runs and (sums := read_sums(folder)):
+                    runs[run.seed] = sums
         if runs:
             found.append(CellSums(cell, runs))
     return found

@@ -86,7 +86,7 @@ def test_unevenness_by_epoch_and_its_change(make_run, results):
 
 def test_the_recorded_deviation_counts_before_that_of_the_quantiles(make_run, results):
     write(make_run(), "column_sums.jsonl", [line(1, [0.9, 1.1], deviation=0.3)])
-    assert sums.read_sums(results().runs[0])["blocks.0", 1].unevenness == 0.3
+    assert sums.read_sums(results().runs[0].folder)["blocks.0", 1].unevenness == 0.3
 
 
 def test_the_picture_is_the_mean_of_the_sorted_sums(make_run, results):
@@ -115,8 +115,19 @@ def test_of_a_damaged_file_what_comes_before(make_run, results):
     write(folder, "column_sums.jsonl", [line(1, [0.9, 1.1]), line(2, [])])
     with open(folder / "column_sums.jsonl", "a", encoding="utf-8") as file:
         file.write('{"epoch": 3, "layer": "blo')
-    assert list(sums.read_sums(results().runs[0])) == [("blocks.0", 1)]
+    assert list(sums.read_sums(results().runs[0].folder)) == [("blocks.0", 1)]
     make_run("softmax", 1)
     (recorded,) = sums.cell_sums(results())
     assert recorded.epochs("blocks.0") == [1]
     assert sums.sums_table([recorded], results()).rows[0][7:9] == ("–", "–")
+
+
+def test_column_sums_of_the_same_run_made_again_are_found(make_run, results, tmp_path):
+    first = make_run("softmax", 0, day=1)
+    again = make_run("softmax", 0, day=2, root=tmp_path / "runs" / "column_sums" / "mnist_patches")
+    write(again, "column_sums.jsonl", [line(1, [0.5, 1.5])])
+    found = results()
+    assert [run.folder for run in found.runs] == [first]
+    assert found.copies == {first: [again]}
+    (recorded,) = sums.cell_sums(found)
+    assert recorded.mean("blocks.0", 1) == 0.5

@@ -289,3 +289,12 @@ def test_bytes_that_are_no_text(make_run, tmp_path):
     text = (failed.parent / "report" / "index.html").read_text(encoding="utf-8")
     assert Page(text).runs[0]["data-folder"].endswith(f"\\xff/mnist_patches/{folder.name}")
     assert "\\ud800" in text
+
+
+def test_runs_at_several_depths_have_their_page_in_the_folder_that_was_given(make_run, tmp_path, capsys):
+    one = make_run(seed=0)
+    two = make_run(seed=1, root=tmp_path / "runs" / "column_sums" / "mnist_patches")
+    assert main([str(one), str(two)]) == 1
+    assert "--out" in capsys.readouterr().err
+    assert main([str(tmp_path / "runs")]) == 0
+    assert Page((tmp_path / "runs" / "report" / "index.html").read_text("utf-8")).tags.count("details") > 2
