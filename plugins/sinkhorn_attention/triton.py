@@ -15,6 +15,8 @@ with a fake kernel and a registered backward.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -93,6 +95,25 @@ def refusal(device: torch.device, dtype: torch.dtype, m: int, width: int, value_
     if widest > MAX_WIDTH[dtype.itemsize]:
         return f"heads of width {MAX_WIDTH[dtype.itemsize]} at most for {dtype} (the width is {widest})"
     return None
+
+
+@contextmanager
+def launching(device: torch.device) -> Iterator[None]:
+    """Kernels inside run on the device; where they cannot be compiled or launched, the error says what to do.
+
+    Raises:
+        RuntimeError: in place of Triton's, which stays its cause.
+    """
+    try:
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            f"the Triton engine of Sinkhorn attention failed on {device}: {type(error).__name__}: {error}\n"
+            "Pass backend='streaming' or backend='dense', which need no kernels of their own."
+        ) from error
 
 
 class _Call:
@@ -192,7 +213,7 @@ def triton_attention(
     output = query.new_empty(*query.shape[:-1], call.value_width)
     f, g = call.potentials(call.row_steps, call.n), call.potentials(call.pairs + 1, call.m)
     log_ratio = query.new_empty(call.heads, dtype=torch.float32)
-    with torch.cuda.device_of(query):
+    with launching(query.device):
         kernels.forward_kernel[(call.heads,)](
             call.query, call.key, call.value, output, f, g, log_ratio, *call.pointers(), *call.sizes([]),
             **call.options(), **call.head_blocks(call.layout.forward_warps),
@@ -239,7 +260,7 @@ def triton_attention_backward(
     d_scores = d_f.new_empty((call.heads, call.n, call.m) if wants_bias else (0,))
     tensors = call.query, call.key, call.value, d_output, row_potentials, column_potentials, d_f, d_g, log_ratio
     options: dict[str, bool | int] = {"DETACHED": detached, **call.options()}
-    with torch.cuda.device_of(query):
+    with launching(query.device):
         kernels.potential_gradient_kernel[(call.heads,)](
             *tensors, *call.pointers(), *call.sizes([]), **options, **call.head_blocks(call.layout.backward_warps)
         )

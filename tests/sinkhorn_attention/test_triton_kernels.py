@@ -209,6 +209,15 @@ def test_no_synchronisation() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_failing_kernel_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sinkhorn_attention import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "forward_kernel", {(2,): None})
+    with pytest.raises(RuntimeError, match=r"(?s)Triton engine .* failed on c.*backend='dense'") as raised:
+        sinkhorn_attention(*tokens(4, 5, 2), backend="triton")
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
 def test_refusals() -> None:
     query, key, value = tokens(4, 300, 2)
     with pytest.raises(NotImplementedError, match=r"needs at most 256 keys \(there are 300\)"):
