@@ -112,6 +112,14 @@ def test_flatter(make_run, results, last, says):
         assert finding.effect == f"unevenness 0.620 at epoch 1, {last:.3f} at 45"
 
 
+def test_cheap_is_open_where_the_interval_holds_the_bound(make_runs, results):
+    for index, folder in enumerate(make_runs({"softmax": SOFTMAX, 3: SOFTMAX})):
+        seconds = 10.0 * (1.1 + 0.2 * (-1) ** index if index >= 5 else 1.0)
+        (folder / "timing.jsonl").write_text(json.dumps({"epoch": 1, "seconds": seconds}) + "\n")
+    (finding,) = findings([claim(Kind.cheap, 1.1)], [results()])
+    assert (finding.says, finding.pairs) == (Says.OPEN, 5)
+
+
 @pytest.mark.parametrize(("factor", "says"), [(1.05, Says.HOLDS), (1.5, Says.FAILS)])
 def test_cheap(make_runs, results, factor, says):
     folders = make_runs({"softmax": SOFTMAX, 3: SOFTMAX})
