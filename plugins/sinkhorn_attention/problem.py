@@ -134,8 +134,8 @@ class Problem:
 
         Returns:
             The row sums, broadcastable to (heads, 1, n), 1 or 0, None if 1 throughout; the column sums, broadcastable
-            to (heads, 1, m), n_valid / m_valid or 0, None if 1 throughout; n_valid / m_valid, (heads, 1, 1), 1 where nothing is valid, so that it divides;
-            and whether a head has nothing valid.
+            to (heads, 1, m), n_valid / m_valid or 0, None if 1 throughout; n_valid / m_valid, (heads, 1, 1), 1 where
+            nothing is valid, so that it divides; and whether a head has nothing valid.
         """
         if self.query_mask is None and self.key_mask is None:
             ratio = torch.full((1, 1, 1), self.n / self.m, dtype=self.dtype)
@@ -172,8 +172,14 @@ class Gradients:
         scale = self.problem.scale
         self._put(self.query, heads, scores, key, scale)
         self._put(self.key, heads, scores.transpose(1, 2), query, scale)
-        self.value[heads] = hide(value, self.problem.key_mask, heads).to(self.value.dtype)
+        if self.problem.key_mask is not None or value.data_ptr() != self.value[heads].data_ptr():
+            self.value[heads] = hide(value, self.problem.key_mask, heads).to(self.value.dtype)
         self.add_bias(heads, scores)
+
+    def value_of(self, heads: slice) -> Tensor:
+        """Where dL/dV of some heads may be written before `write`, in the dtype of the arithmetic."""
+        part = self.value[heads]
+        return part if part.dtype == self.problem.dtype else torch.empty_like(part, dtype=self.problem.dtype)
 
     def add_bias(self, heads: Tensor | slice, scores: Tensor, rows: slice | None = None) -> None:
         """Adds dL/dC of some heads (and rows) to the gradient of the bias, if it is wanted."""

@@ -104,7 +104,7 @@ def test_maps_alive(monkeypatch, n_iters: int) -> None:
     for scale, maps in ((0.1, 2), (100.0, 3)):
         with peak_of_scratch() as peak:
             counts = cost(dense, n_iters, scale)
-        assert peak[0] <= maps * N * (M + 8)
+        assert peak[0] <= maps * N * (M + 8) + (N + M) * (WIDTH + 2 + n_iters), "maps, and vectors of the tokens"
         if scale == 0.1:
             assert max(count.largest_new for count in counts) <= largest
 
