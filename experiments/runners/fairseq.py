@@ -71,7 +71,7 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
             known = {"data": facts, "n_params": ready["n_params"]}
             threads = config["trainer"]["threads"] or os.cpu_count() or 1
             with (
-                run.attempt(shell_command, known, ready["devices"], threads),
+                run.attempt(shell_command, known, _used(ready["devices"], config["trainer"]), threads),
                 explain_full_disk(f"{run.path} stands at its last checkpoint"),
             ):
                 print(f"run: {run.path}", file=sys.stderr)
@@ -89,6 +89,12 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
 
 def _train_origin(before: Config, run: RunDir, words: list[str]) -> None:
     train(before, run, train_command(words))
+
+
+def _used(devices: Sequence[str], trainer: Config) -> list[str]:
+    """The devices of a run, of those that this machine has; other machines are taken to be like it."""
+    used = ["cpu"] * trainer["devices"] if devices == ["cpu"] else list(devices[: trainer["devices"]])
+    return used * trainer["num_nodes"]
 
 
 def _bar(config: Config) -> bool:
