@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, console: Console) -> list[Row]:
                 found += carry_out(task)
                 bar.advance(job, weight)
         rows += found
-        console.print(attention_table(found, f"{title} (batch, heads, tokens, width); median [quartiles]", "SDPA"))
+        console.print(attention_table(found, f"{title} (batch, heads, tokens, width); median and quartiles", "SDPA"))
     write_csv(rows, options.output / options.device / "attention.csv")
     return rows
 
