@@ -91,9 +91,9 @@ def _train_origin(before: Config, run: RunDir, words: list[str]) -> None:
     train(before, run, train_command(words))
 
 
-def _used(devices: Sequence[str], trainer: Config) -> list[str]:
+def _used(devices: list[str], trainer: Config) -> list[str]:
     """The devices of a run, of those that this machine has; other machines are taken to be like it."""
-    used = ["cpu"] * trainer["devices"] if devices == ["cpu"] else list(devices[: trainer["devices"]])
+    used = ["cpu"] * trainer["devices"] if devices == ["cpu"] else devices[: trainer["devices"]]
     return used * trainer["num_nodes"]
 
 
