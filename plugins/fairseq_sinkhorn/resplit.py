@@ -64,11 +64,10 @@ class ResplitTask(SentencePredictionTask):
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
         """Loads "train", or for any other name the tested part."""
-        parts = []
-        for part in ("train", "valid", "test"):
-            parts.append(super().load_dataset(part, combine, **kwargs))
-            del self.datasets[part]
-        whole = ConcatDataset(parts)
+        load = super().load_dataset
+        loaded = dict(self.datasets)  # of this task; the splits as they were are not kept
+        whole = ConcatDataset([load(part, combine, **kwargs) for part in ("train", "valid", "test")])
+        self.datasets = loaded
         order = np.random.RandomState(self.cfg.resplit_seed).permutation(len(whole))
         bound = int(TRAIN_SHARE * len(whole))
         self.datasets[split] = Rows(whole, order[:bound] if split == "train" else order[bound:])
