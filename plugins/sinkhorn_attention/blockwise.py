@@ -270,8 +270,8 @@ class _Backward:
         if not peaked:
             rows = (self.d_output * self.output).sum(2).unsqueeze(1)
             return rows, (self.value * d_value).sum(2).unsqueeze(1)
-        rows = self.left.new_empty(len(self.left), 1, self.problem.n)
-        columns = self.left.new_zeros(len(self.left), 1, self.problem.m)
+        rows = self.left.new_empty(self.left.shape[0], 1, self.problem.n)
+        columns = self.left.new_zeros(self.left.shape[0], 1, self.problem.m)
         for start, stop in self.blocks.spans:
             block = self.blocks.kernel(start, stop)
             weighted = self.coupling_gradient(block, start, stop).mul_(block)
@@ -312,7 +312,7 @@ class _Backward:
 
     def passed(self, weight: Tensor) -> Tensor:
         """K^T weight, (heads, 1, m)."""
-        total = weight.new_zeros(len(weight), 1, self.problem.m)
+        total = weight.new_zeros(weight.shape[0], 1, self.problem.m)
         for start, stop in self.blocks.spans:
             total += torch.bmm(weight[..., start:stop].contiguous(), self.blocks.kernel(start, stop))
         return total

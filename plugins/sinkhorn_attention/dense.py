@@ -294,7 +294,7 @@ def _run_forward(problem: Problem, heads: slice, mode: int, n_iters: int, output
         problem.dropout(heads),
         problem.values(heads),
     )
-    with borrow((len(output), problem.n, problem.m), dtype=problem.dtype) as (kernel,):
+    with borrow((output.shape[0], problem.n, problem.m), dtype=problem.dtype) as (kernel,):
         first, row_target, column_target, _, has_empty = make_kernel(problem, heads, mode, *tokens, kernel, kernel)
         v[0].unsqueeze(1).copy_(first)
         half_steps(kernel, n_iters, u, v, row_target, column_target, has_empty)
@@ -456,8 +456,8 @@ def _run_backward(
                 work.mul_(dropout)
             with borrow(tuple(work.shape), dtype=work.dtype) as (weighted,):
                 torch.mul(work, map_, out=weighted)
-                row_sums = torch.bmm(weighted.new_ones(1, 1, m).expand(len(work), 1, -1), weighted.transpose(1, 2))
-                column_sums = torch.bmm(weighted.new_ones(1, 1, n).expand(len(work), 1, -1), weighted)
+                row_sums = torch.bmm(weighted.new_ones(1, 1, m).expand(count, 1, -1), weighted.transpose(1, 2))
+                column_sums = torch.bmm(weighted.new_ones(1, 1, n).expand(count, 1, -1), weighted)
             rank = scores_gradient(map_, *correction, row_sums, column_sums, detached)
             work.baddbmm_(rank[0].transpose(1, 2), rank[1])
         gradients.write(heads, query, key, map_.mul_(work), d_value)

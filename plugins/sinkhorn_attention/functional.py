@@ -102,7 +102,7 @@ def sinkhorn_attention(
         RuntimeError: if the Triton engine fails on the device; says what does without it.
     """
     check_attention_arguments(query, key, value, n_iters, scale, attn_bias, dropout_p, gradient, backend)
-    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    lead = broadcast_lead(query, key, value)
     n, m = query.shape[-2], key.shape[-2]
     query_mask = check_mask("query_mask", query_mask, lead, n, query.device)
     key_mask = check_mask("key_mask", key_mask, lead, m, query.device)
@@ -132,6 +132,12 @@ def sinkhorn_attention(
         backend = choose_backend(query, key, value, attn_bias is not None, dropout_p > 0)
     attend = ENGINES[backend]
     return attend(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p).to(dtype)
+
+
+def broadcast_lead(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
+    """The leading dimensions; torch.broadcast_shapes alone costs as much as five operations on a small map."""
+    lead, of_key, of_value = query.shape[:-2], key.shape[:-2], value.shape[:-2]
+    return lead if lead == of_key == of_value else torch.broadcast_shapes(lead, of_key, of_value)
 
 
 def in_reference(
@@ -320,7 +326,7 @@ def check_attention_arguments(
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value must have as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}")
     try:
-        lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        lead = broadcast_lead(query, key, value)
     except RuntimeError:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
         raise ValueError(f"query, key and value must have leading dimensions that broadcast, got {shapes}") from None

@@ -82,11 +82,11 @@ def peak_of_scratch():
     borrowed, peak, honest = [0], [0], scratch.borrow
 
     @contextmanager
-    def counting(*shapes, dtype, device=None):
+    def counting(*shapes, dtype):
         size = sum(torch.Size(shape).numel() for shape in shapes)
         borrowed[0] += size
         peak[0] = max(peak[0], borrowed[0])
-        with honest(*shapes, dtype=dtype, device=device) as tensors:
+        with honest(*shapes, dtype=dtype) as tensors:
             yield tensors
         borrowed[0] -= size
 
@@ -139,24 +139,29 @@ def test_the_stream_saves_what_dense_saves() -> None:
 
 def test_scratch_is_bounded_released_and_not_shared() -> None:
     scratch.release()
-    with scratch.borrow((10,), (10,), dtype=torch.float32) as (first, second):
+    shape = (scratch.MIN_BYTES // 4,)
+    with scratch.borrow(shape, shape, dtype=torch.float32) as (first, second):
         assert first.data_ptr() != second.data_ptr()
-        with scratch.borrow((10,), dtype=torch.float32) as (third,):
+        with scratch.borrow(shape, dtype=torch.float32) as (third,):
             assert third.data_ptr() not in (first.data_ptr(), second.data_ptr())
         kept = {tensor.data_ptr() for tensor in (first, second, third)}
-    assert scratch.idle_bytes() == 120
-    with scratch.borrow((2, 4), dtype=torch.float32) as (again,), scratch.borrow((3,), dtype=torch.float64) as (other,):
+    assert scratch.idle_bytes() == 3 * scratch.MIN_BYTES
+    with scratch.borrow((4, shape[0] // 4), dtype=torch.float32) as (again,):
         assert again.data_ptr() in kept
+    with scratch.borrow(shape, dtype=torch.float64) as (other,):
         assert other.data_ptr() not in kept
     with scratch.borrow((scratch.MAX_IDLE // 4 + 1,), dtype=torch.float32):
         pass
     assert scratch.idle_bytes() <= scratch.MAX_IDLE
+    with pytest.raises(ZeroDivisionError), scratch.borrow(shape, dtype=torch.float32):
+        raise ZeroDivisionError
     scratch.release()
     assert scratch.idle_bytes() == 0
 
 
-def test_scratch_outlives_inference_mode_and_serves_threads() -> None:
+def test_scratch_outlives_inference_mode_and_serves_threads(monkeypatch) -> None:
     scratch.release()
+    monkeypatch.setattr(scratch, "MIN_BYTES", 1)
     torch.manual_seed(0)
     inputs = [torch.randn(2, 3, 20, 8) for _ in range(3)]
     with torch.inference_mode():
