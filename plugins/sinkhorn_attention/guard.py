@@ -22,7 +22,7 @@ GUARD_LOG2 = {torch.float32: 84.0, torch.float64: 900.0}
 FLUSH_LOG2 = {torch.float32: -126.0, torch.float64: -1022.0}
 
 #: From this entry of a coupling on, the gradient is a difference of nearly equal terms; see `dense`.
-PEAK = 0.5
+PEAK = 0.9
 #: How a head was computed: by which case of the guard.
 BOUNDED, SHIFTED, LOG_DOMAIN = 0, 1, 2
 
