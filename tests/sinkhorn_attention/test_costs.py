@@ -99,7 +99,7 @@ def peak_of_scratch():
 @pytest.mark.parametrize("n_iters", [1, 21])
 def test_maps_alive(monkeypatch, n_iters: int) -> None:
     """Two maps of a chunk at once, three where the coupling is peaked or shifted; nothing else is as large."""
-    monkeypatch.setattr(dense, "CHUNK_BYTES", MAP * 4)  # one head
+    monkeypatch.setattr(dense, "CHUNK_BYTES", 1)  # one head
     largest = max(N, M) * (WIDTH + 2 + n_iters) * HEADS
     for scale, maps in ((0.1, 2), (100.0, 3)):
         with peak_of_scratch() as peak:
