@@ -43,7 +43,7 @@ class borrow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for buffer in self.buffers:
+        for buffer in reversed(self.buffers):  # the next to borrow the same gets each in the same place
             _give(buffer)
 
 
@@ -60,11 +60,11 @@ def idle_bytes() -> int:
 
 
 def _take(size: int, dtype: torch.dtype) -> Tensor:
-    """The smallest idle buffer that is large enough, or a new one."""
+    """The buffer of about this size that was used last, which the cache still holds, or a new one."""
     with _lock:
-        fitting = [i for i, buffer in enumerate(_idle) if buffer.numel() >= size and buffer.dtype == dtype]
-        if fitting:
-            return _idle.pop(min(fitting, key=lambda i: _idle[i].numel()))
+        for i in reversed(range(len(_idle))):
+            if size <= _idle[i].numel() <= 2 * size and _idle[i].dtype == dtype:
+                return _idle.pop(i)
     with torch.inference_mode(False):  # a tensor made in inference mode could not be written to outside of it
         return torch.empty(size, dtype=dtype)
 
