@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from .streaming import streaming_attention
 
 BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
 GRADIENTS = ("unrolled", "detached", "implicit")
+#: What "auto" is, on every device: no kernel is taken unasked that has not been run on the hardware it is for.
+AUTO = "dense"
 
 
 def sinkhorn(
@@ -89,9 +92,8 @@ def sinkhorn_attention(
             again above that; "streaming" always makes them again: memory O(n d), about twice the time; "triton" is for
             CUDA devices and up to 256 keys. Off the CPU "dense" and "streaming" compute in the log domain throughout,
             without a synchronisation, the latter by fused attention calls where there is no bias and no dropout.
-            "auto" is "dense" on the CPU; on a CUDA device it is "triton" where that takes the problem, then fused
-            attention calls, then "dense". That order is by arithmetic: none of them has been run on a GPU yet. All
-            agree in value and gradient.
+            "auto" is "dense", which chooses by shape as said; "streaming" and "triton" have not been run on a GPU yet
+            and so are taken there only by their names. All agree in value and gradient.
 
     Returns:
         (..., n, d_v) in the promoted dtype of the inputs; 0 at masked queries.
@@ -128,9 +130,7 @@ def sinkhorn_attention(
     if backend == "reference":
         return in_reference(query, key, value, n_iters, scale, gradient, *masks, dropout_p)
     refuse_transforms(query, key, value, attn_bias)
-    if backend == "auto":
-        backend = choose_backend(query, key, value, attn_bias is not None, dropout_p > 0)
-    attend = ENGINES[backend]
+    attend = ENGINES[AUTO if backend == "auto" else backend]
     return attend(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p).to(dtype)
 
 
@@ -158,21 +158,11 @@ def in_reference(
     dropout_mask = None if dropout_keep is None else dropout_factor(dropout_keep, dropout_p, dtype)
     bias = None if attn_bias is None else attn_bias.to(dtype)
     tokens = query.to(dtype), key.to(dtype), value.to(dtype)
-    with torch.autocast(query.device.type, enabled=False):
+    with nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
         output = sinkhorn_attention_reference(
             *tokens, n_iters, scale, bias, query_mask, key_mask, dropout_mask, gradient
         )
     return output.to(query.dtype)
-
-
-def choose_backend(query: Tensor, key: Tensor, value: Tensor, has_bias: bool, has_dropout: bool) -> str:
-    """What "auto" means for a problem; see `sinkhorn_attention`. Shapes and devices decide, never the data."""
-    if query.device.type != "cuda":
-        return "dense"
-    widths = query.shape[-1], value.shape[-1]
-    if triton_refusal(query.device, query.dtype, key.shape[-2], *widths) is None:
-        return "triton"
-    return "dense" if flash_streaming.refusal(query, *widths, has_bias, has_dropout) else "streaming"
 
 
 def in_streaming(
@@ -270,7 +260,9 @@ def describe(argument: object) -> str:
 def check_n_iters(n_iters: int) -> None:
     """Raises ValueError unless `n_iters` is an integer of at least 1."""
     if not isinstance(n_iters, int) or isinstance(n_iters, bool) or n_iters < 1:
-        raise ValueError(f"n_iters must be an integer >= 1 (it counts half-steps; 1 is softmax), got {n_iters!r}")
+        raise ValueError(
+            f"n_iters must be an integer >= 1 (a Python int; it counts half-steps, 1 is softmax), got {n_iters!r}"
+        )
 
 
 def check_mask(name: str, mask: Tensor | None, lead: torch.Size, length: int, device: torch.device) -> Tensor | None:
@@ -355,5 +347,7 @@ def check_bias(attn_bias: Tensor, shape: tuple[int, ...], device: torch.device, 
         raise ValueError(f"attn_bias must be broadcastable to {shape}, got {tuple(attn_bias.shape)}")
     if may_be_causal:
         return
-    if attn_bias.device.type == "cpu" and is_eager(attn_bias) and is_causal_bias(attn_bias.detach()):
+    if attn_bias.device.type != "cpu" or not is_eager(attn_bias) or torch._C._are_functorch_transforms_active():
+        return
+    if is_causal_bias(attn_bias.detach()):
         raise ValueError(f"attn_bias is a causal mask. {CAUSAL_REFUSAL}")

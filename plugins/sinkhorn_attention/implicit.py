@@ -22,6 +22,7 @@ they are near their targets: on the CPU a backward pass further off than `CONVER
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ def implicit_attention(
         (..., n, d_v), in float32 at least.
     """
     dtype = compute_dtype(query)
-    with torch.autocast(query.device.type, enabled=False):
+    with nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if query_mask is not None:  # whatever lies in the padding, NaN included, takes no part
             query = query.masked_fill(~query_mask.unsqueeze(-1), 0.0)
@@ -119,7 +120,7 @@ def implicit_sinkhorn(scores: Tensor, n_iters: int) -> Tensor:
     """The coupling of scores (..., n, m) from the dense engine's half-steps, in memory that does not grow with them."""
     n, m = scores.shape[-2:]
     flat = scores.reshape(-1, n, m).to(compute_dtype(scores))
-    with torch.autocast(scores.device.type, enabled=False):
+    with nullcontext() if scores.is_meta else torch.autocast(scores.device.type, enabled=False):
         if scores.device.type != "cpu":
             return _in_log_domain(flat, n_iters).reshape(scores.shape)
         coupling, untrusted = _in_exponential_domain(flat, n_iters)
@@ -177,7 +178,7 @@ def implicit_sinkhorn_backward(coupling_gradient: Tensor, coupling: Tensor, n_it
     """dL/dC, (..., n, m), from dL/dP and P."""
     n, m = coupling.shape[-2:]
     plan, gradient = coupling.reshape(-1, n, m), coupling_gradient.reshape(-1, n, m)
-    with torch.autocast(coupling.device.type, enabled=False):
+    with nullcontext() if coupling.is_meta else torch.autocast(coupling.device.type, enabled=False):
         if coupling.device.type == "cpu":
             _check_converged(plan, n_iters)
         weighted = plan * gradient

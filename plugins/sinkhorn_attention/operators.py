@@ -29,7 +29,7 @@ def is_eager(*tensors: Tensor | None) -> bool:
     """Whether the tensors are plain ones with data and nothing is tracing, so that code may look at what they hold."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all(tensor is None or type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors)
+    return all(tensor is None or (type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta) for tensor in tensors)
 
 
 def refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from sinkhorn_attention import flash_streaming
 from sinkhorn_attention.flash_streaming import flash_streaming_attention, fused_backward, fused_forward, refusal
-from sinkhorn_attention.functional import choose_backend
 from sinkhorn_attention.reference import sinkhorn_attention_reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -237,32 +236,3 @@ def test_refusals() -> None:
     assert refusal(query, 253, 8, False, False) is None
     assert "heads of width 248 at most (the width is 254)" in str(refusal(query, 8, 254, False, False))
     assert "a CUDA or CPU device" in str(refusal(query.to("meta"), 8, 8, False, False))
-
-
-@pytest.mark.parametrize(
-    ("device", "m", "width", "dtype", "bias", "backend"),
-    [
-        ("cpu", 50, 64, torch.float32, False, "dense"),
-        ("cuda", 256, 128, torch.bfloat16, True, "triton"),
-        ("cuda", 256, 64, torch.float32, False, "triton"),
-        ("cuda", 257, 64, torch.float16, False, "streaming"),
-        ("cuda", 200, 65, torch.float32, False, "streaming"),
-        ("cuda", 257, 64, torch.float16, True, "dense"),
-        ("cuda", 50, 64, torch.float64, False, "dense"),
-    ],
-)
-def test_what_auto_chooses(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    m: int,
-    width: int,
-    dtype: torch.dtype,
-    bias: bool,
-    backend: str,
-) -> None:
-    """By shape, dtype and device; on a machine without a GPU with fake tensors, as on compute capability 8.0."""
-    pytest.importorskip("triton", reason="the triton package is not installed; it comes with torch on Linux")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with FakeTensorMode():
-        query, key = (torch.empty(2, 3, length, width, device=device, dtype=dtype) for length in (50, m))
-        assert choose_backend(query, key, key, bias, False) == backend

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from sinkhorn_attention import dense, marginal_error, sinkhorn, sinkhorn_attention
+from sinkhorn_attention import dense, functional, marginal_error, sinkhorn, sinkhorn_attention
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -371,6 +371,33 @@ def test_the_reference_has_the_derivatives_that_dense_refuses() -> None:
         torch.func.grad(lambda q: attend(q).square().sum())(query.detach()),
         torch.autograd.grad(sinkhorn_attention(query, key, value, 3).square().sum(), query)[0],
     )
+
+
+def test_the_reference_maps_over_biases() -> None:
+    query, key, value = (tensor.detach() for tensor in tokens(3, 2, n=5, m=5))
+    bias = torch.randn(3, 5, 5)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return sinkhorn_attention(query, key, value, 3, attn_bias=bias, backend="reference")
+
+    expected = torch.stack([attend(*each) for each in zip(query, key, value, bias, strict=True)])
+    torch.testing.assert_close(torch.vmap(attend)(query, key, value, bias), expected)
+
+
+@pytest.mark.parametrize("options", [{"backend": "reference"}, {"gradient": "implicit"}, {}])
+def test_shapes_on_the_meta_device(options: dict) -> None:
+    query, key, value = (tensor.to("meta") for tensor in tokens(3, 2, n=5, m=4))
+    assert sinkhorn_attention(query, key, value, **options).shape == (3, 2, 5, 4)
+
+
+def test_auto_takes_no_kernel_that_has_not_been_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for name in functional.ENGINES:
+        monkeypatch.setitem(functional.ENGINES, name, lambda query, *_, name=name: taken.append(name) or query)
+    with FakeTensorMode():
+        for device in ("cpu", "cuda"):
+            sinkhorn_attention(*(torch.empty(2, 3, 50, 64, device=device) for _ in range(3)))
+    assert taken == ["dense", "dense"]
 
 
 def test_no_gradient_is_computed_for_what_needs_none() -> None:
