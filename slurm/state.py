@@ -83,7 +83,12 @@ def status_of(run: SelectedRun, jobs: Mapping[str, Job] | None, now: datetime | 
         jobs: what SLURM knows, or None where it could not be asked.
         now: for the time that a run has been going.
     """
-    card = _read_json(run.folder / "run.json") or {}
+    try:
+        card, result = _read_card(run.folder) or {}, _read_result(run.folder)
+    except _DamagedError as error:
+        task, job = _newest(run.tasks, jobs)
+        restarts, name = job.restarts if job is not None else 0, task.job_id if task is not None else None
+        return RunStatus(str(run.folder), "failed", str(error), 0, run.epochs, restarts, 0.0, name, None)
     attempts = card.get("attempts", [])
     task, job = _newest(run.tasks, jobs)
     by_hand = _job_by_hand(attempts, run.tasks)
@@ -92,7 +97,6 @@ def status_of(run: SelectedRun, jobs: Mapping[str, Job] | None, now: datetime | 
     epochs = card.get("identity", {}).get("trainer", {}).get("max_epochs", run.epochs)
     epoch = _epoch(run.folder)
     metric = None
-    result = _read_json(run.folder / "result.json")
     if result is not None:
         metric = _metric(result)
         state, detail = "finished", f"{metric[0]} {metric[1]:.4f}" if metric else ""
@@ -119,7 +123,10 @@ def status_of(run: SelectedRun, jobs: Mapping[str, Job] | None, now: datetime | 
 
 def job_by_hand(run: SelectedRun) -> str | None:
     """The job of a run's last attempt where that is of no submission: of an sbatch file, or of Hydra's launcher."""
-    card = _read_json(run.folder / "run.json")
+    try:
+        card = _read_card(run.folder)
+    except _DamagedError:  # which `status_of` tells
+        return None
     return None if card is None else _job_by_hand(card["attempts"], run.tasks)
 
 
@@ -258,11 +265,50 @@ def _time(text: str) -> datetime:
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
+class _DamagedError(Exception):
+    """A record of a run that cannot be read, in one sentence; training refuses it likewise."""
+
+
+def _read_card(folder: Path) -> dict[str, Any] | None:
+    """The run card, whose attempts and identity are there; None where there is no card."""
+    card = _read_json(folder / "run.json")
+    if card is not None:
+        attempts = card.get("attempts")
+        if (
+            not isinstance(card.get("identity"), dict)
+            or not isinstance(attempts, list)
+            or not all(map(_whole, attempts))
+        ):
+            raise _damaged(folder / "run.json", "it is no run card")
+    return card
+
+
+def _whole(attempt: Any) -> bool:
+    return isinstance(attempt, dict) and {"started", "ended", "state", "host", "pid"} <= attempt.keys()
+
+
+def _read_result(folder: Path) -> dict[str, Any] | None:
+    """What the run ended with; None where it has not ended."""
+    result = _read_json(folder / "result.json")
+    if result is not None and not isinstance(result.get("best"), dict):
+        raise _damaged(folder / "result.json", "it is no result")
+    return result
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, " ".join(str(error).split())) from error
+    if not isinstance(content, dict):
+        raise _damaged(path, f"it holds a {type(content).__name__}")
+    return content
+
+
+def _damaged(path: Path, reason: str) -> _DamagedError:
+    return _DamagedError(f"{path.name} cannot be read ({reason}): remove it and submit the run again")
 
 
 def _tail(path: Path) -> str:

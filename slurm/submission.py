@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,10 +74,21 @@ class Submission:
 
     @classmethod
     def read(cls, folder: Path) -> "Submission":
-        """What submission.json holds."""
-        content = json.loads((folder / "submission.json").read_text(encoding="utf-8"))
-        content["tasks"] = [Task(**task) for task in content["tasks"]]
-        return cls(folder, **content)
+        """What submission.json holds.
+
+        Raises:
+            RunError: where it is damaged: jobs that it names may be queued, so it cannot be passed over.
+        """
+        file = folder / "submission.json"
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            content["tasks"] = [Task(**task) for task in content["tasks"]]
+            return cls(folder, **content)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise RunError(
+                f"{file} cannot be read ({' '.join(str(error).split())}): see by `squeue --me "
+                f"--name=sinkformer-{folder.name[-8:]}` that no job of it is left, then move {folder} away"
+            ) from error
 
 
 def submissions(runs: Path) -> list[Submission]:
@@ -131,6 +142,13 @@ def read_events(folder: Path, index: int) -> list[dict[str, Any]]:
     file = folder / f"events-{index}.jsonl"
     if not file.is_file():
         return []
-    # The last line is broken where the machine died while it was written.
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    return list(_whole_lines(file.read_text(encoding="utf-8", errors="replace")))
+
+
+def _whole_lines(text: str) -> Iterator[dict[str, Any]]:
+    """The objects of lines of JSON. A line is broken where the machine died while it was written."""
+    for line in text.split("\n"):
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict):
+                yield event

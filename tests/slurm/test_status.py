@@ -12,7 +12,7 @@ from slurm.queue import Job
 from slurm.selection import SelectedRun, SubmittedRun
 from slurm.state import last_error, status_of
 from slurm.status import main
-from slurm.submission import record_event, submissions
+from slurm.submission import read_events, record_event, submissions
 
 ARRAY = "123"
 
@@ -288,3 +288,38 @@ def test_a_thousand_runs_in_seconds(slurm, sweep, capsys):
     seconds = time.process_time() - start
     assert "1000 runs: 1000 running" in capsys.readouterr().out
     assert seconds < 6
+
+
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"attempts": [{}], "identity": {}}', '{"best": null}'])
+def test_a_damaged_record_is_one_line_of_the_table(slurm, sweep, capsys, name, content):
+    slurm.queue()
+    sweep.submit(ARRAY)
+    sweep.write(0, sweep.attempt("finished"), accuracy=0.5)
+    (sweep.write(1, sweep.attempt("running")) / name).write_text(content)
+    found = shown(capsys, *sweep.overrides)
+    assert found["runs"][0]["state"] == "finished"
+    assert (found["runs"][1]["state"], found["runs"][1]["job"]) == ("failed", f"{ARRAY}_1")
+    assert found["runs"][1]["detail"].startswith(f"{name} cannot be read (")
+    assert found["counts"] == {"finished": 1, "failed": 1, "lost": 1}
+
+
+@pytest.mark.parametrize("broken", ['{"time": "20', '{"time": "20{"time": "x"}', "[]", '{"reason": "\udce9"'])
+def test_a_broken_line_of_events_is_passed_over(slurm, sweep, broken):
+    folder = sweep.submit(ARRAY)
+    record_event(folder, 0, "started")
+    with open(folder / "events-0.jsonl", "ab") as file:
+        file.write(f"{broken}\n".encode(errors="surrogateescape"))
+    record_event(folder, 0, "ended", reason="x")
+    assert [event["event"] for event in read_events(folder, 0)] == ["started", "ended"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tasks": [{}]}', '{"tasks": [], "more": 1}'])
+def test_a_damaged_submission_is_named(slurm, sweep, capsys, content):
+    folder = sweep.submit(ARRAY)
+    (folder / "submission.json").write_text(content)
+    assert main(sweep.overrides) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {folder / 'submission.json'} cannot be read (")
+    assert "squeue --me --name=sinkformer-1f2e3d4c" in error
+    assert error.count("\n") == 1
