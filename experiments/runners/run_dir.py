@@ -187,14 +187,20 @@ class RunDir:
             threads: CPU threads of torch.
 
         Raises:
-            RunError: where another process is at this run, or the folder belongs to another configuration.
+            RunError: where another process is at this run, or the folder belongs to another configuration, or cannot be
+                made.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock")
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=_patience_s())
         except Timeout:
             raise RunError(f"another process is at this run already{self._holder()}: {self.path}") from None
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise RunError(
+                f"the run's folder {self.path} cannot be written ({reason}): give another folder of runs, paths.runs=…"
+            ) from error
         try:
             self._begin(command, facts, devices, threads)
             try:

@@ -3,6 +3,7 @@ import errno
 import json
 import multiprocessing
 import os
+import pathlib
 import shlex
 import signal
 
@@ -77,6 +78,16 @@ def test_folder_of_another_configuration_is_not_touched(config):
     with pytest.raises(RunError, match="belongs to another configuration"), run.attempt("", {}, [], 1):
         pass
     assert json.loads((run.path / "run.json").read_text()) == {"hash": "0" * 64}
+
+
+def test_a_folder_of_runs_that_cannot_be_written_is_named(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", pathlib.Path("/proc/nothing")):
+        run = run_dir.RunDir.of({**config, "paths": {**config["paths"], "runs": str(place)}})
+        message = r"cannot be written \(.+\): give another .*paths\.runs="
+        with pytest.raises(RunError, match=message) as raised, run.attempt("", {}, [], 1):
+            pass
+        assert str(run.path) in str(raised.value)
 
 
 def test_a_damaged_record_is_named(config):
