@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -105,7 +105,8 @@ class Child:
             self.process.kill()
         self.process.communicate()
         if self.log is not None:
-            self.log.close()
+            with suppress(OSError):  # of a full disk, which was told when the line was written
+                self.log.close()
 
     def fate(self) -> RunError:
         """Why a process is gone that told nothing."""
