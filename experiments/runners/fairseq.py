@@ -24,7 +24,7 @@ from .fairseq_events import improves
 from .fairseq_process import Child, exit_code
 from .origin import finished_origin
 from .recorder import Row, RunLog, close_loggers, make_loggers
-from .run_dir import RunDir, process_rank, train_command
+from .run_dir import RunDir, process_rank, read_record, train_command
 
 Config = dict[str, Any]
 LOG = "fairseq.log"
@@ -105,7 +105,7 @@ def _same_data(run: RunDir, facts: dict[str, Any]) -> None:
     card = run.path / "run.json"
     if not card.is_file():
         return
-    before = json.loads(card.read_text(encoding="utf-8"))["data"]["split_hash"]
+    before = (read_record(card).get("data") or facts)["split_hash"]
     if before != facts["split_hash"]:
         raise RunError(
             f"the data are not those that {run.path} was begun with (splits {facts['split_hash'][:12]}, not "

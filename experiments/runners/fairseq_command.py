@@ -8,6 +8,7 @@ list is joined by commas, a mapping is written as JSON.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,7 +73,7 @@ def arguments(
         "no-epoch-checkpoints": "",
         "log-format": "json",
         "log-interval": "10",
-        **_validation(config["protocol"]),
+        **_validation(config),
         **_precision(trainer),
         **_batches(config["data"], processes),
         **distributed(trainer, os.environ if environment is None else environment),
@@ -106,7 +107,7 @@ def check_sections(config: Config) -> None:
     """
     for section, keys in NEEDED.items():
         for key in keys:
-            if key not in config[section]:
+            if config[section].get(key) is None and (section, key) != ("optimizer", "lr"):
                 raise RunError(f"engine=fairseq needs {section}.{key}: take a {section} that is made for fairseq")
     for section in KEYS:
         if "_target_" in (config[section] or {}):
@@ -136,7 +137,9 @@ def read_manifest(data: Config) -> dict[str, Any]:
     remedy = f"python -m experiments.data.prepare {data['name']} --folder {data['folder']}"
     try:
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if not isinstance(manifest["sizes"], dict) or not {"name", "split_hash"} <= manifest.keys():
+            raise ValueError("it is no manifest")
+    except (OSError, ValueError, LookupError, TypeError):
         raise RunError(f"data: {folder} is not prepared: {remedy}") from None
     if not data_bin(data).is_dir():
         raise RunError(f"data: {folder} has no data-bin; install fairseq, then: {remedy}")
@@ -165,7 +168,15 @@ def _word(value: Any) -> str | None:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _validation(protocol: Config) -> dict[str, str]:
+def _validation(config: Config) -> dict[str, str]:
+    protocol = config["protocol"]
+    if protocol["metric"] == "bleu" and not config["data"].get("validate_bleu"):
+        raise RunError("protocol.metric=bleu needs data.validate_bleu=true: nothing is translated in validation")
+    if protocol["metric"] == "accuracy" and not config["model"]["criterion"].startswith("sentence_prediction"):
+        raise RunError(
+            "protocol.metric=accuracy is for model.criterion=sentence_prediction; "
+            f"{config['model']['criterion']} has loss, and bleu where data.validate_bleu=true"
+        )
     made = {"best-checkpoint-metric": protocol["metric"]}
     if protocol["metric"] != "loss":
         made["maximize-best-checkpoint-metric"] = ""
@@ -199,12 +210,12 @@ def _batches(data: Config, processes: int) -> dict[str, str]:
         size = data.get(key)
         if size is None:
             continue
-        if size < 1 or size % processes:
+        if _count(f"data.{key}", size) % processes:
             raise RunError(f"data.{key}={size} cannot be divided among {processes} processes")
         made[option] = str(size // processes)
         evaluated = data.get(f"eval_{key}")
         if evaluated is not None:
-            made[f"{option}-valid"] = str(evaluated)
+            made[f"{option}-valid"] = str(_count(f"data.eval_{key}", evaluated))
     return made
 
 
@@ -257,6 +268,8 @@ def _bleu(data: Config) -> dict[str, str]:
     """BLEU in validation: as in the evaluation of the test split, by sacrebleu on detokenised text."""
     if not data.get("validate_bleu"):
         return {}
+    if not data.get("generation"):
+        raise RunError("data.validate_bleu=true needs data.generation, how to translate: take data of two languages")
     return {
         "eval-bleu": "",
         "eval-bleu-args": json.dumps(data["generation"]),
@@ -286,16 +299,36 @@ def _scheduler(config: Config) -> dict[str, str]:
     `fixed` takes `milestones` (epochs that are over when the rate falls) and `gamma`, as torch's MultiStepLR does; they
     become fairseq's list of one rate for each epoch.
     """
-    rate, scheduler = config["optimizer"]["lr"], config["scheduler"]
+    rate, scheduler = _positive("optimizer.lr", config["optimizer"]["lr"]), config["scheduler"]
     if scheduler is None:
-        return {"lr-scheduler": "fixed", "lr": repr(float(rate))}
+        return {"lr-scheduler": "fixed", "lr": repr(rate)}
     if "name" not in scheduler:
         raise RunError("scheduler.name is missing: fairseq's schedulers are fixed, inverse_sqrt, cosine, ...")
-    rates = [float(rate)]
-    if scheduler.get("milestones"):
+    rates = [rate]
+    if milestones := scheduler.get("milestones"):
+        if not isinstance(milestones, list) or not all(isinstance(epoch, int) for epoch in milestones):
+            raise RunError(f"scheduler.milestones must be a list of epochs; got {milestones}")
+        gamma = _positive("scheduler.gamma", scheduler.get("gamma"))
         if scheduler["name"] != "fixed":
             raise RunError(f"scheduler.milestones is for scheduler.name=fixed, not {scheduler['name']}")
         epochs = range(1, config["trainer"]["max_epochs"] + 1)
-        fallen = [sum(milestone < epoch for milestone in scheduler["milestones"]) for epoch in epochs]
-        rates = [float(rate) * scheduler["gamma"] ** times for times in fallen]
+        fallen = [sum(milestone < epoch for milestone in milestones) for epoch in epochs]
+        rates = [rate * gamma**times for times in fallen]
     return {"lr-scheduler": scheduler["name"], "lr": ",".join(map(repr, rates))}
+
+
+def _positive(key: str, value: Any) -> float:
+    """A number as YAML has it; `1e-3` without a point is text there."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not 0 < number < math.inf:
+        raise RunError(f"{key} must be a number above 0; got {value}")
+    return number
+
+
+def _count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RunError(f"{key} must be a whole number above 0; got {value}")
+    return value

@@ -10,6 +10,7 @@ from experiments.errors import RunError
 from experiments.runners import fairseq_command
 from experiments.runners.fairseq_events import FairseqError, improves, in_one_sentence, numbers, read_event
 from experiments.runners.run_dir import RunDir, run_hash
+from experiments.train import execute
 
 SENTENCES = "experiment=movie_sentences_sentiment"
 
@@ -192,3 +193,55 @@ def test_a_new_split_is_another_one() -> None:
 
     assert facts(0)["sizes"] == {"train": 80, "test": 20}
     assert len({facts(0)["split_hash"], facts(1)["split_hash"], "ab"}) == 3
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_run_card_is_named(tmp_path: Path, content: str) -> None:
+    overrides = [SENTENCES, f"paths.data={tmp_path}", f"paths.runs={tmp_path / 'runs'}"]
+    folder = tmp_path / "movie_sentences"
+    (folder / "data-bin").mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"name": "movie_sentences", "split_hash": "00", "sizes": {"train": 1}}')
+    run = RunDir.of(resolve(compose(overrides)))
+    run.path.mkdir(parents=True)
+    (run.path / "run.json").write_text(content)
+    with pytest.raises(RunError, match=r"run\.json cannot be read \(.*\): remove it and give the run's command again"):
+        execute(compose(overrides), overrides)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"name": "x", "split_hash": "00", "sizes": 3}'])
+def test_a_damaged_manifest_is_no_preparation(tmp_path: Path, content: str) -> None:
+    (tmp_path / "movie_sentences" / "data-bin").mkdir(parents=True)
+    (tmp_path / "movie_sentences" / "manifest.json").write_text(content)
+    with pytest.raises(RunError, match=r"movie_sentences is not prepared: python -m experiments\.data\.prepare"):
+        fairseq_command.read_manifest({"name": "movie_sentences", "folder": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.lr=abc"], "optimizer.lr must be a number above 0; got abc"),
+        (["optimizer.lr=-1"], "optimizer.lr must be a number above 0; got -1"),
+        (["optimizer.lr=nan"], "optimizer.lr must be a number above 0; got nan"),
+        (["data.batch_size=abc"], "data.batch_size must be a whole number above 0; got abc"),
+        (["data.batch_size=0"], "data.batch_size must be a whole number above 0; got 0"),
+        (["data.batch_size=true"], "data.batch_size must be a whole number above 0; got True"),
+        (["+data.max_tokens=2.5"], "data.max_tokens must be a whole number above 0; got 2.5"),
+        (["data.eval_batch_size=0"], "data.eval_batch_size must be a whole number above 0; got 0"),
+        (["scheduler.milestones=4"], "scheduler.milestones must be a list of epochs; got 4"),
+        (["scheduler.milestones=[a]"], r"scheduler.milestones must be a list of epochs; got \['a'\]"),
+        (["scheduler.gamma=x"], "scheduler.gamma must be a number above 0; got x"),
+        (["~scheduler.gamma"], "scheduler.gamma must be a number above 0; got None"),
+        (["data.name=null"], "engine=fairseq needs data.name"),
+        (["data.folder=null"], "engine=fairseq needs data.folder"),
+        (["+data.validate_bleu=true"], "data.validate_bleu=true needs data.generation"),
+        (["protocol.metric=bleu"], "protocol.metric=bleu needs data.validate_bleu=true"),
+        (
+            ["experiment=ha_de_en_scratch", "protocol.metric=accuracy"],
+            "protocol.metric=accuracy is for model.criterion=sentence_prediction",
+        ),
+    ],
+)
+def test_values_that_make_no_sense_are_named_before_anything_starts(overrides: list[str], message: str) -> None:
+    first = [] if overrides[0].startswith("experiment=") else [SENTENCES]
+    with pytest.raises(RunError, match=message):
+        words(*first, *overrides)
