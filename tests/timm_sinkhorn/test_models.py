@@ -1,6 +1,7 @@
 import copy
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -344,6 +345,31 @@ def test_compiles_without_a_graph_break(images):
     torch.testing.assert_close(again, out, rtol=1e-5, atol=1e-5)
     for got, want in zip(grads_again, grads, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+NO_COMPILER = shutil.which("g++") is None and shutil.which("clang++") is None
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(NO_COMPILER, reason="inductor needs a C++ compiler"))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_the_cats_and_dogs_model_trains_compiled_without_a_graph_break(backend):
+    """Whole, at its own size: a step of SGD, then the loss again."""
+    losses = {}
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = timm.create_model("sinkformer_vit_catsdogs", n_iters=3)
+        step = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        images, labels = torch.randn(2, 3, 224, 224), torch.tensor([0, 1])
+        losses[compiled] = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(step(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses[compiled].append(loss.item())
+    assert abs(losses[False][1] - losses[False][0]) > 1e-2  # the step moved it
+    assert losses[True] == pytest.approx(losses[False], abs=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
