@@ -252,6 +252,8 @@ def _place(error: OmegaConfBaseException) -> str:
 def _check(config: dict[str, Any]) -> None:
     # Hydra refuses unknown keys, but not those that are appended with a plus.
     _known("", config, Config)
+    if gone := [entry.name for entry in fields(Config) if entry.name not in config]:
+        raise RunError(f"the configuration has no {gone[0]}: ~{gone[0]} has taken it out, and a run needs it")
     for section in fields(Config):
         if is_dataclass(section.type) and isinstance(section.type, type):
             _known(f"{section.name}.", config[section.name], section.type)

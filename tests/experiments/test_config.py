@@ -146,6 +146,8 @@ def test_clocks_and_random_values_are_refused():
         ("protocol.select_on=train", "protocol.select_on must be one of val, test; got train"),
         ("trainer.gradient_clip_norm=0", "gradient_clip_norm must be positive"),
         ("label=${nothing.here}", "nothing.here"),
+        ("~scheduler", "the configuration has no scheduler: ~scheduler has taken it out"),
+        ("~protocol", "the configuration has no protocol: ~protocol has taken it out"),
     ],
 )
 def test_bad_values_are_named(override, words):
