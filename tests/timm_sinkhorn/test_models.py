@@ -4,6 +4,8 @@ import pickle
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from sysconfig import get_path
 
 import pytest
 import timm
@@ -347,8 +349,12 @@ def test_compiles_without_a_graph_break(images):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-NO_COMPILER = shutil.which("g++") is None and shutil.which("clang++") is None
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(NO_COMPILER, reason="inductor needs a C++ compiler"))
+NO_COMPILER = (
+    not (shutil.which("g++") or shutil.which("clang++")) or not Path(get_path("include"), "Python.h").is_file()
+)
+INDUCTOR = pytest.param(
+    "inductor", marks=pytest.mark.skipif(NO_COMPILER, reason="inductor needs a C++ compiler and Python's headers")
+)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
