@@ -262,9 +262,9 @@ def _check(config: dict[str, Any]) -> None:
     _choice("protocol.select_on", protocol["select_on"], ["val", "test"])
     _choice("protocol.metric", protocol["metric"], ["accuracy", "loss", "bleu"])
     _choice("engine", config["engine"], ["lightning", "fairseq"])
-    if config["init_from"] is not None:
-        if missing := [key for key in ("overrides", "rate", "seed") if key not in config["init_from"]]:
-            raise RunError(f"init_from.{missing[0]} is missing; configs/train.yaml says what it is")
+    origin_keys = () if config["init_from"] is None else ("overrides", "rate", "seed")
+    if missing := [key for key in origin_keys if key not in config["init_from"]]:
+        raise RunError(f"init_from.{missing[0]} is missing; configs/train.yaml says what it is")
     _choice("protocol.mean_over", protocol["mean_over"], ["samples", "batches"])
     _choice("wandb.mode", config["wandb"]["mode"], ["offline", "online"])
     for key, least in (("max_epochs", 1), ("devices", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):

@@ -280,6 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the runs and the script, and submit nothing")
     parser.add_argument("--array-parallelism", type=int, metavar="N", help="runs at the same time")
     options = parser.parse_intermixed_args(arguments)
+    if options.array_parallelism is not None and options.array_parallelism < 1:
+        parser.error(f"--array-parallelism must be at least 1, got {options.array_parallelism}")
     try:
         if options.dry_run:
             dry_run(options.overrides, options.array_parallelism)

@@ -228,3 +228,11 @@ def test_dry_run_without_slurm(sweep, monkeypatch, capsys):
     shown = capsys.readouterr()
     assert "there is no SLURM here" in shown.err
     assert "#SBATCH --array=0-2%3" in shown.out
+
+
+@pytest.mark.parametrize("number", ["0", "-2", "many"])
+def test_runs_at_the_same_time_are_at_least_one(number, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        submit.main(["experiment=mnist_patches", "--dry-run", f"--array-parallelism={number}"])
+    assert stopped.value.code == 2
+    assert "--array-parallelism" in capsys.readouterr().err
