@@ -58,7 +58,7 @@ def test_parts_are_run_alone_or_all_together(monkeypatch, runs, capfd):
 
 @pytest.mark.slow
 def test_runs_in_parallel_then_the_report_and_nothing_the_second_time(overrides, runs, monkeypatch, capfd):
-    monkeypatch.setattr(demo, "SEEDS", range(1))
+    monkeypatch.setitem(demo.SEEDS, "mnist_patches", range(1))
     monkeypatch.setattr(demo, "PATCH_SIZES", (14,))
     reported = []
     monkeypatch.setattr(demo, "report", lambda folders: reported.append(list(folders)) or 0)
