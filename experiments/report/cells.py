@@ -12,6 +12,8 @@ from .statistics import Comparison, Observation, Summary, Verdict, compare, judg
 # What is tuned for each attention on its own (on validation, with the same budget) may differ between the two sides of
 # a comparison without making them different questions.
 TUNED = "optimizer."
+# The hash of the run whose weights a run began with: another for each seed.
+ORIGIN = "init_from.run"
 FAR_BELOW = 0.10
 # Spellings that capitalising does not give.
 NAMES = {"softmax": "softmax", "pct": "PCT's own"}
@@ -305,13 +307,19 @@ def analyse(experiment: str, runs: Sequence[Run], problems: Iterable[Problem] = 
 def swept_axes(runs: Sequence[Run]) -> list[str]:
     """The configuration keys by which an experiment's runs must be told apart, besides attention and seed.
 
-    A key that follows from axes found before it (`num_patches` from `patch_size`) or repeats the seed is none. Settings
-    of the optimizer may depend on the attention too, and are an axis only where one attention was run with several.
+    A key that follows from axes found before it (`num_patches` from `patch_size`) or repeats the seed is none, nor is
+    the run whose weights a run began with, where each seed has one. Settings of the optimizer may depend on the
+    attention too, and are an axis only where one attention was run with several.
     """
     keys = sorted({key for run in runs for key in run.settings}, key=_axis_order)
+    seeds = {run.seed for run in runs}
     axes: list[str] = []
     for key in keys:
         if key.startswith("attention.") or all(run.settings.get(key) == run.seed for run in runs):
+            continue
+        if key == ORIGIN and len({(run.seed, run.settings.get(key)) for run in runs}) == len(
+            {run.seed for run in runs}
+        ):
             continue
         seen: dict[tuple[object, ...], Setting] = {}
         for run in runs:

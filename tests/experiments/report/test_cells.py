@@ -57,6 +57,16 @@ def test_a_learning_rate_chosen_for_each_attention_is_no_axis(make_runs, results
     assert len(found.contests) == 4
 
 
+def test_the_run_that_a_run_began_with_is_an_axis_only_where_a_seed_has_several(make_run, results):
+    for seed in range(3):
+        for attention, value in (("softmax", 0.5), ("sinkhorn", 0.6)):
+            make_run(attention, seed, value, config={"init_from.run": f"origin{seed}", "init_from.seed": seed})
+    assert results().axes == ()
+    assert [len(cell.runs) for cell in results().cells] == [3, 3]
+    make_run("softmax", 0, 0.7, config={"init_from.run": "another", "init_from.seed": 0})
+    assert results().axes == ("init_from.run",)
+
+
 def test_a_swept_learning_rate_is_an_axis(make_runs, results):
     for lr in (0.001, 0.002):
         make_runs({"softmax": [0.5], 5: [0.6]}, lr=lr)
