@@ -317,9 +317,7 @@ def swept_axes(runs: Sequence[Run]) -> list[str]:
     for key in keys:
         if key.startswith("attention.") or all(run.settings.get(key) == run.seed for run in runs):
             continue
-        if key == ORIGIN and len({(run.seed, run.settings.get(key)) for run in runs}) == len(
-            {run.seed for run in runs}
-        ):
+        if key == ORIGIN and len({(run.seed, run.settings.get(key)) for run in runs}) == len(seeds):
             continue
         seen: dict[tuple[object, ...], Setting] = {}
         for run in runs:
