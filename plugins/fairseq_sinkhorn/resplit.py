@@ -62,6 +62,8 @@ class ResplitTask(SentencePredictionTask):
     "test" are the same sentences: there is no third part to choose an epoch on.
     """
 
+    datasets: dict[str, Any]
+
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> Any:
         """Loads "train", or for any other name the tested part."""
         load = super().load_dataset
