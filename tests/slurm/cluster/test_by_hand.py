@@ -4,7 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from tests.slurm.cluster.sweeps import ROOT, SLOW, queue, steps, until
+from tests.slurm.cluster.sweeps import ROOT, SLOW, queue, epochs, until
 
 SMALL_JOB = ("--partition=main", "--mem=1500M", "--cpus-per-task=1", "--time=5")
 
@@ -79,7 +79,7 @@ def test_agents_are_started_once_for_each_task(sweep):
 def test_one_of_a_sweep_is_cancelled(sweep):
     words = (*SLOW, "seed=0,1")
     jobs = sweep.submit(*words, cluster=("cluster.environment={SLOW_STEP:'1'}", "cluster.partition=main"))
-    until(lambda: all(steps(run) for run in jobs.runs), 120, jobs.logs)
+    until(lambda: all(epochs(run) for run in jobs.runs), 120, jobs.logs)
     one = sweep.words(*SLOW, "seed=1")
     not_told = sweep.command("slurm.cancel", *one, stdin=subprocess.DEVNULL)
     assert not_told.returncode == 2
@@ -99,4 +99,4 @@ def test_one_of_a_sweep_is_cancelled(sweep):
 
 def runs(sweep, at_least: int = 0) -> list[Path]:
     folders = (sweep.folder / "runs" / "mnist_patches").glob("*")
-    return [run for run in folders if steps(run) >= at_least]
+    return [run for run in folders if epochs(run) >= at_least]
