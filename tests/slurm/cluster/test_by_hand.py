@@ -4,7 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from tests.slurm.cluster.sweeps import ROOT, SLOW, queue, epochs, until
+from tests.slurm.cluster.sweeps import ROOT, SLOW, epochs, queue, until
 
 SMALL_JOB = ("--partition=main", "--mem=1500M", "--cpus-per-task=1", "--time=5")
 
