@@ -5,7 +5,7 @@
 
 Two more parts, of text, are run where they are named:
 
-- movie_sentences (`make demo-text`): sentiment of sentences, softmax and 3 half-steps, 5 seeds each.
+- movie_sentences (`make demo-text`): sentiment of sentences, softmax and 3 half-steps, 4 seeds each, so no verdict.
 - ha_de_en: translation by the paper's protocol, softmax weights into a model with 3 half-steps, 2 seeds.
 
 `python -m experiments.demo shapes_set` runs one part alone. Finished runs are left alone and stopped ones go on, so
@@ -36,7 +36,7 @@ PARTS = ("mnist_patches", "shapes_set")
 TEXT_PARTS = ("movie_sentences", "ha_de_en")
 PATCH_SIZES = (7, 14)  # the longer runs first, so that no core is left alone with one at the end
 HALF_STEPS = {"mnist_patches": 5, "shapes_set": 3, "movie_sentences": 3, "ha_de_en": 3}
-SEEDS = {"mnist_patches": range(5), "shapes_set": range(5), "movie_sentences": range(5), "ha_de_en": range(2)}
+SEEDS = {"mnist_patches": range(5), "shapes_set": range(5), "movie_sentences": range(4), "ha_de_en": range(2)}
 # One thread each: these models are too small to share, and waiting threads must not spin on the other runs' cores.
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 POLL_SECONDS = 0.5

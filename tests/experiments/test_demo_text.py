@@ -12,11 +12,11 @@ from experiments.runners.run_dir import RunDir
 
 def test_sentiment_is_softmax_against_three_half_steps(runs):
     jobs = demo.jobs([f"paths.runs={runs.folder}"], "movie_sentences")
-    assert len(jobs) == len({job.folder.path for job in jobs}) == 10
+    assert len(jobs) == len({job.folder.path for job in jobs}) == 8
     configs = [job.folder.config for job in jobs]
     assert {
         (config["attention"]["name"], config["attention"].get("n_iters"), config["seed"]) for config in configs
-    } == {(*attention, seed) for attention in (("softmax", None), ("sinkhorn", 3)) for seed in range(5)}
+    } == {(*attention, seed) for attention in (("softmax", None), ("sinkhorn", 3)) for seed in range(4)}
     for config in configs:
         del config["attention"], config["seed"], config["label"], config["optimizer"]["lr"]
         assert config == configs[0]
