@@ -19,8 +19,9 @@ from .log_domain import target_ratio
 from .problem import LOG2E, Gradients, Problem, hide
 from .scratch import borrow
 
-#: Bytes of one block of rows, all heads of the chunk together: half of the cache of one core, since backward has two.
-BLOCK_BYTES = 1 << 20
+#: Bytes of one block of rows for each thread, all heads of the chunk together. A block of 4,096 keys then has 256 rows:
+#: with half as many a stream takes 5 to 7 % longer, with a quarter 20 %, and twice as many gain nothing.
+BLOCK_BYTES = 2 << 20
 
 
 class Blocks:
@@ -106,7 +107,7 @@ class Blocks:
 
 def block_rows(count: int, n: int, m: int, dtype: torch.dtype) -> int:
     """Rows in a block of `count` heads."""
-    return max(16, min(n, BLOCK_BYTES // (count * m * dtype.itemsize)))
+    return max(16, min(n, torch.get_num_threads() * BLOCK_BYTES // (count * m * dtype.itemsize)))
 
 
 def scratch_shape(count: int, n: int, m: int, dtype: torch.dtype) -> tuple[int, int, int]:

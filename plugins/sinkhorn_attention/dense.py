@@ -29,7 +29,7 @@ from .guard import BOUNDED, FLUSH_LOG2, LOG_DOMAIN, PEAK, SHIFTED, bounded_heads
 from .log_domain import log_domain_coupling, log_domain_scores_gradient, target_ratio
 from .operators import AttentionOperator, CouplingOperator, compute_dtype
 from .problem import LOG2E, Gradients, Problem, hide
-from .scratch import borrow
+from .scratch import borrow, hold
 
 #: Bytes of K that a chunk of heads may take on the CPU for each thread: it stays in a core's cache (2 MB where this was
 #: measured) between half-steps. At n = 197 half as much costs 8 %, four times as much 10 %.
@@ -43,6 +43,8 @@ DEVICE_CHUNK_BYTES = 256 << 20
 SLAB_BYTES = 8 << 20
 #: Bytes of one matrix from which on its blocks are made again for each pass: it would take too much memory.
 STREAM_BYTES = 256 << 20
+#: Half-steps from which on blocks are kept at all: for fewer passes, making them again is cheaper than memory.
+KEPT_N_ITERS = 3
 
 
 # ---------------------------------------------------------------------------------------- chunks
@@ -65,10 +67,11 @@ def _chunk_size(n: int, m: int, dtype: torch.dtype, device: torch.device, times:
     return size // threads * threads if size > threads else max(1, size)
 
 
-def _choose(query: Tensor, key: Tensor, in_chunks: Callable, by_blocks: Callable) -> Callable:
+def _choose(query: Tensor, key: Tensor, n_iters: int, in_chunks: Callable, by_blocks: Callable) -> Callable:
     """How a matrix of this size is passed: in a chunk with others, in blocks of rows that are kept, or made again."""
     size = query.shape[-2] * key.shape[-2] * compute_dtype(query).itemsize
-    return partial(by_blocks, keep=size <= STREAM_BYTES) if size > SLAB_BYTES else in_chunks
+    keep = size <= STREAM_BYTES and n_iters >= KEPT_N_ITERS
+    return partial(by_blocks, keep=keep) if size > SLAB_BYTES else in_chunks
 
 
 # ---------------------------------------------------------------------------------------- the exponential domain
@@ -263,7 +266,7 @@ def attention_forward(
     Returns:
         The output in float32 at least, and what `empty_state` makes.
     """
-    run = _choose(query, key, _run_forward, blockwise.run_forward)
+    run = _choose(query, key, n_iters, _run_forward, blockwise.run_forward)
     return forward_with_guard(run, chunk_size(query, key), query, key, value, n_iters, scale, *masks)
 
 
@@ -275,7 +278,7 @@ def forward_with_guard(
     result = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=problem.dtype)
     output = result.view(problem.heads, problem.n, -1)  # what is returned is no view: a caller may write into it
     u, v, mode = empty_state(query, problem.heads, problem.n, problem.m, n_iters)
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(query.device.type, enabled=False), hold():
         if in_log_domain_throughout(query.device):
             for heads, _ in runs([LOG_DOMAIN] * problem.heads, size):
                 output[heads] = _output_in_log_domain(problem, heads, n_iters, problem.dtype)
@@ -340,7 +343,7 @@ def attention_backward(
 
     `options` are n_iters, scale, detached, the masks of `attention_forward`, and whether attn_bias needs a gradient.
     """
-    run = _choose(query, key, _run_backward, blockwise.run_backward)
+    run = _choose(query, key, options[0], _run_backward, blockwise.run_backward)
     tensors = output_gradient, output, query, key, value, u, v, mode
     return backward_with_guard(run, chunk_size(query, key, BACKWARD_CHUNKS), *tensors, *options)
 
@@ -370,7 +373,7 @@ def backward_with_guard(
     d_output = output_gradient.reshape(problem.heads, problem.n, -1)
     output = output.view(problem.heads, problem.n, -1)
     settings = n_iters, detached
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), hold():
         if in_log_domain_throughout(device):
             for heads, _ in runs([LOG_DOMAIN] * problem.heads, size):
                 _backward_in_log_domain(problem, heads, settings, d_output, gradients, dtype)

@@ -156,8 +156,8 @@ def test_the_dense_engine_goes_over_to_blocks_by_size(monkeypatch) -> None:
     query, kept = torch.zeros(1, 20, 4), []
     monkeypatch.setattr(dense, "_run_forward", lambda *arguments: kept.append(None))
     monkeypatch.setattr(blockwise, "run_forward", lambda *arguments, keep: kept.append(keep))
-    for slab, stream in ((1600, 1600), (1599, 1600), (1000, 1599)):
+    for slab, stream, n_iters in ((1600, 1600, 3), (1599, 1600, 3), (1000, 1599, 3), (1599, 1600, 2)):
         monkeypatch.setattr(dense, "SLAB_BYTES", slab)
         monkeypatch.setattr(dense, "STREAM_BYTES", stream)
-        dense.attention_forward(query, query, query, 3, 0.5, False, None, None, None, None, 0.0)
-    assert kept == [None, True, False]
+        dense.attention_forward(query, query, query, n_iters, 0.5, False, None, None, None, None, 0.0)
+    assert kept == [None, True, False, False]

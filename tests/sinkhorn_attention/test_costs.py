@@ -159,6 +159,36 @@ def test_scratch_is_bounded_released_and_not_shared() -> None:
     assert scratch.idle_bytes() == 0
 
 
+def test_one_map_above_the_bound_serves_all_heads_of_a_call(monkeypatch) -> None:
+    """And goes back to the system when the call ends, also by an error."""
+    for module, name in ((blockwise, "BLOCK_BYTES"), (dense, "CHUNK_BYTES"), (scratch, "MIN_BYTES")):
+        monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(dense, "SLAB_BYTES", 0)
+    monkeypatch.setattr(scratch, "MAX_IDLE", MAP)  # a quarter of a map
+    take, maps = scratch._take, []
+
+    def recorded(size: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = take(size, dtype)
+        maps.extend([buffer] if size == MAP else [])
+        return buffer
+
+    monkeypatch.setattr(scratch, "_take", recorded)
+    scratch.release()
+    cost(dense, 3)
+    assert len(maps) == 2 * HEADS
+    assert len({buffer.data_ptr() for buffer in maps}) == 2, "one forward, one backward"
+    assert scratch.idle_bytes() <= scratch.MAX_IDLE
+    scratch.release()
+    with scratch.hold():
+        with scratch.hold(), scratch.borrow((MAP,), dtype=torch.float32):
+            pass
+        assert scratch.idle_bytes() == 4 * MAP
+    assert scratch.idle_bytes() == 0
+    with pytest.raises(ZeroDivisionError), scratch.hold(), scratch.borrow((MAP,), dtype=torch.float32):
+        raise ZeroDivisionError
+    assert scratch.idle_bytes() == 0
+
+
 def test_scratch_outlives_inference_mode_and_serves_threads(monkeypatch) -> None:
     scratch.release()
     monkeypatch.setattr(scratch, "MIN_BYTES", 1)

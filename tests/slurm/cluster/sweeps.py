@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slurm.queue import SlurmError, read_accounts, run
+
 ROOT = Path(__file__).parents[3]
 # Runs of seconds: 400 digits, four steps to the epoch.
 SMALL = (
@@ -77,16 +79,25 @@ class Jobs:
         return "\n".join(file.read_text()[-3000:] for file in sorted(self.folder.glob("*log.err")))
 
     def accounts(self) -> dict[str, str]:
-        """States by sacct; without the jobs' steps."""
-        words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={self.id}", "--format=JobID,State"]
-        lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-        return {name: state.split()[0] for name, state in (line.split("|") for line in lines)}
+        """Final states by sacct, which learns of an end some time after the queue has let go of the job."""
+        ids = {task["job_id"] for task in self.content["tasks"]}
+
+        def ended() -> dict[str, str] | None:
+            jobs = read_accounts({self.id})
+            whole = ids <= jobs.keys() and not any(jobs[one].alive for one in ids)
+            return {one: jobs[one].state for one in ids} if whole else None
+
+        return until(ended, 60, lambda: f"by the accounts: {read_accounts({self.id})}")
 
 
 def queue(job: str) -> list[str]:
-    """The jobs of an array that are in the queue, one line each."""
-    words = ["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%i %T %r"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.splitlines()
+    """The jobs of an array that are in the queue, one line each; none where SLURM has forgotten the array."""
+    try:
+        return run(["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%i %T %r"]).splitlines()
+    except SlurmError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        return []
 
 
 def until(condition: Callable[[], Any], timeout: float, words: Callable[[], str] = lambda: "") -> Any:
