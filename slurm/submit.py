@@ -29,7 +29,7 @@ from experiments.train import say
 from . import cluster as clusters
 from .cluster import ClusterConfig
 from .job import TrainingJob
-from .queue import read_queue
+from .queue import SlurmError, read_queue
 from .submission import Submission, Task, new_folder, one_at_a_time, submissions
 from .sweep import PlannedRun, plan
 
@@ -247,16 +247,28 @@ def scrubbed_environment() -> Iterator[None]:
 
 
 def dry_run(words: Sequence[str], parallelism: int | None = None) -> None:
-    """Prints the table of runs and what sbatch would be given; works without SLURM too, where nothing is queued."""
+    """Prints the table of runs and what sbatch would be given.
+
+    It works without SLURM too, where nothing is queued, and with one that does not answer.
+
+    Raises:
+        RunError: for what the user can put right.
+    """
     cluster, runs = prepare(words)
     folder = runs_folder(runs)
+    states = ["finished" if run.run.finished else "missing" for run in runs]
     with scrubbed_environment():
         if shutil.which("sbatch") is None:
             say("there is no SLURM here: the cluster's names are not checked, and no run is queued")
-            states = ["finished" if run.run.finished else "missing" for run in runs]
         else:
-            clusters.check(cluster)
-            states = states_of(runs, folder)
+            try:
+                clusters.check(cluster)
+                states = states_of(runs, folder)
+            except SlurmError as error:
+                say(
+                    f"warning: {error}. So the cluster's names are not checked, and runs that are queued by now are "
+                    "shown as to be submitted"
+                )
     table = Table("", "state", "run", "overrides", box=None, pad_edge=False)
     for number, (run, state) in enumerate(zip(runs, states, strict=True)):
         table.add_row(str(number), state, run.run.path.name, shlex.join(run.overrides))

@@ -230,6 +230,28 @@ def test_dry_run_without_slurm(sweep, monkeypatch, capsys):
     assert "#SBATCH --array=0-2%3" in shown.out
 
 
+DOWN = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
+
+
+@pytest.mark.parametrize("silent", ["sinfo", "squeue"])
+def test_dry_run_while_the_controller_is_down(login_node, sweep, capsys, silent):
+    sweep.write(0, sweep.attempt("finished"), accuracy=0.5)
+    login_node.answers(silent, err=DOWN, code=1)
+    submit.dry_run(sweep.overrides)
+    shown = capsys.readouterr()
+    assert shown.err.startswith("warning: ")
+    assert DOWN in shown.err
+    assert [line.split()[1] for line in shown.out.splitlines()[1:4]] == ["finished", "missing", "missing"]
+    assert "#SBATCH --array=0-1%2" in shown.out
+    with pytest.raises(RunError, match="Unable to contact slurm controller"):
+        submit.submit(sweep.overrides)
+
+
+def test_dry_run_refuses_names_that_the_cluster_lacks(login_node, sweep):
+    with pytest.raises(RunError, match="there is no partition fast"):
+        submit.dry_run([*sweep.overrides, "cluster.partition=fast"])
+
+
 @pytest.mark.parametrize("number", ["0", "-2", "many"])
 def test_runs_at_the_same_time_are_at_least_one(number, capsys):
     with pytest.raises(SystemExit) as stopped:
