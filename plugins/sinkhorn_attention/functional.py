@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from . import flash_streaming
 from .dense import dense_attention, dense_coupling
 from .implicit import implicit_attention
 from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
-from .operators import compute_dtype, is_eager
+from .operators import compute_dtype, is_eager, without_autocast
 from .problem import dropout_factor
 from .reference import sinkhorn_attention_reference
 from .streaming import streaming_attention
@@ -89,11 +88,11 @@ def sinkhorn_attention(
             backend (see implicit.py; a backward pass on the CPU raises where the half-steps have not converged).
         backend: "reference" is the definition; "dense" the fast engine, which on the CPU works in cache-sized chunks of
             heads while a head's map is below 8 MB, in blocks of rows of a kept map up to 256 MB, and makes the blocks
-            again above that; "streaming" always makes them again: memory O(n d), about twice the time; "triton" is for
-            CUDA devices and up to 256 keys. Off the CPU "dense" and "streaming" compute in the log domain throughout,
-            without a synchronisation, the latter by fused attention calls where there is no bias and no dropout.
-            "auto" is "dense", which chooses by shape as said; "streaming" and "triton" have not been run on a GPU yet
-            and so are taken there only by their names. All agree in value and gradient.
+            again above that and for one or two half-steps; "streaming" always makes them again: memory O(n d), up to
+            twice the time; "triton" is for CUDA devices and up to 256 keys. Off the CPU "dense" and "streaming" compute
+            in the log domain throughout, without a synchronisation, the latter by fused attention calls where there is
+            no bias and no dropout. "auto" is "dense", which chooses by shape as said; "streaming" and "triton" have not
+            been run on a GPU yet and so are taken there only by their names. All agree in value and gradient.
 
     Returns:
         (..., n, d_v) in the promoted dtype of the inputs; 0 at masked queries.
@@ -158,7 +157,7 @@ def in_reference(
     dropout_mask = None if dropout_keep is None else dropout_factor(dropout_keep, dropout_p, dtype)
     bias = None if attn_bias is None else attn_bias.to(dtype)
     tokens = query.to(dtype), key.to(dtype), value.to(dtype)
-    with nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         output = sinkhorn_attention_reference(
             *tokens, n_iters, scale, bias, query_mask, key_mask, dropout_mask, gradient
         )

@@ -22,14 +22,13 @@ they are near their targets: on the CPU a backward pass further off than `CONVER
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from .dense import exponentiate, half_steps, trusted_heads
 from .log_domain import log_half_step, target_ratio
-from .operators import compute_dtype
+from .operators import compute_dtype, without_autocast
 from .problem import LOG2E
 
 #: Largest deviation of a row or column sum, relative to its target, at which the derivative is still given.
@@ -92,7 +91,7 @@ def implicit_attention(
         (..., n, d_v), in float32 at least.
     """
     dtype = compute_dtype(query)
-    with nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if query_mask is not None:  # whatever lies in the padding, NaN included, takes no part
             query = query.masked_fill(~query_mask.unsqueeze(-1), 0.0)
@@ -120,7 +119,7 @@ def implicit_sinkhorn(scores: Tensor, n_iters: int) -> Tensor:
     """The coupling of scores (..., n, m) from the dense engine's half-steps, in memory that does not grow with them."""
     n, m = scores.shape[-2:]
     flat = scores.reshape(-1, n, m).to(compute_dtype(scores))
-    with nullcontext() if scores.is_meta else torch.autocast(scores.device.type, enabled=False):
+    with without_autocast(scores):
         if scores.device.type != "cpu":
             return _in_log_domain(flat, n_iters).reshape(scores.shape)
         coupling, untrusted = _in_exponential_domain(flat, n_iters)
@@ -178,7 +177,7 @@ def implicit_sinkhorn_backward(coupling_gradient: Tensor, coupling: Tensor, n_it
     """dL/dC, (..., n, m), from dL/dP and P."""
     n, m = coupling.shape[-2:]
     plan, gradient = coupling.reshape(-1, n, m), coupling_gradient.reshape(-1, n, m)
-    with nullcontext() if coupling.is_meta else torch.autocast(coupling.device.type, enabled=False):
+    with without_autocast(coupling):
         if coupling.device.type == "cpu":
             _check_converged(plan, n_iters)
         weighted = plan * gradient

@@ -8,6 +8,7 @@ with a fake kernel and the backward, so that models compile without graph breaks
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +54,11 @@ class _RefuseSecondDerivative(torch.autograd.Function):
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """Scores and scalings are kept in float32 at least."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
+    """Context in which products keep the dtype of their factors; autocast does not exist on the meta device."""
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 class _Operator:

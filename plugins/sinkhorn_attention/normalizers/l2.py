@@ -10,11 +10,10 @@ its mean, because far from the origin the small difference of large |q|^2, |k|^2
 remains is an error of the scores of about 1e-7 * scale * |q - mean| * |k - mean|, as dot-product attention has.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
+from ..operators import without_autocast
 from .base import Normalizer, register_normalizer
 from .scores import hide_padding
 from .sinkhorn import Sinkhorn
@@ -81,7 +80,7 @@ class _FromDistances(Normalizer):
             ).to(dtype)
         else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
             # In bfloat16 the keys' column would lose what the scores differ by.
-            with nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
+            with without_autocast(query):
                 return self.inner.attend(
                     query,
                     key,

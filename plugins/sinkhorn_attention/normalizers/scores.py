@@ -1,10 +1,11 @@
 """Scores and their support, in float32 at least whatever the inputs and autocast say."""
 
 import math
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+
+from ..operators import without_autocast
 
 
 def hide_padding(
@@ -24,8 +25,7 @@ def full_precision_matmul(left: Tensor, right: Tensor) -> Tensor:
     if torch.jit.is_scripting():
         return left @ right
     else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
-        # On the meta device, where shapes are worked out, autocast does not exist.
-        with nullcontext() if left.is_meta else torch.autocast(left.device.type, enabled=False):
+        with without_autocast(left):
             return left @ right
 
 
