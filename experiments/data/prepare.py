@@ -19,6 +19,7 @@ from torchvision.datasets.utils import download_url
 from ..errors import RunError
 from ..files import explain_full_disk, write_atomic
 from . import cats_dogs, furniture, home_assistant, imdb, iwslt14, mnist, mnist5k, modelnet40, movie_sentences
+from .archives import UNREADABLE
 from .text import TextReport
 
 MNIST_NOTICE = "mnist: LeCun, Cortes, Burges, The MNIST database of handwritten digits; its own terms apply"
@@ -142,7 +143,7 @@ def _open(archive: Path, temporary: Path) -> Path:
                     if entry.isfile():
                         _keep(Path(entry.name).name, tarred.extractfile(entry), temporary)
             return temporary
-    except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError) as error:
+    except (*UNREADABLE, tarfile.TarError) as error:
         raise RunError(f"--archive {archive} is damaged: {error}") from error
     raise RunError(f"--archive {archive} is no folder, zip or tar" if archive.exists() else f"{archive} is not there")
 
@@ -150,7 +151,7 @@ def _open(archive: Path, temporary: Path) -> Path:
 def _keep(name: str, content: IO[bytes] | None, temporary: Path) -> None:
     # By its bare name alone, so that no member can be written outside of the folder.
     if content is not None and name.removesuffix(".gz") in mnist.FILES:
-        with open(temporary / name, "wb") as file:
+        with explain_full_disk("mnist is not complete"), open(temporary / name, "wb") as file:
             shutil.copyfileobj(content, file)
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,7 +183,17 @@ def test_another_source_takes_the_place_of_the_first(tmp_path):
     [
         (lambda folder: folder / "nowhere.zip", "nowhere.zip is not there"),
         (lambda folder: write(folder / "a.zip", b"PK\x03\x04 broken"), "is damaged, or no folder, zip or tar"),
-        (lambda folder: one_class(folder / "b.zip"), "holds no photograph that can be read; expected are train/cat.0"),
+        (
+            lambda folder: one_class(folder / "b.zip"),
+            "no photograph of a dog that can be read; expected are train/cat",
+        ),
+        (lambda folder: with_header(folder / "d.zip", 6, 1), r"d\.zip cannot be read here .*password.* unpack it"),
+        (
+            lambda folder: with_header(folder / "e.zip", 8, 9),
+            r"e\.zip cannot be read here .*compression.* unpack",
+        ),
+        (lambda folder: damaged_lzma(folder / "f.zip"), r"f\.zip is damaged, or no folder"),
+        (lambda folder: nested_and_cut_off(folder / "g.zip"), r"g\.zip: train\.zip is damaged, or no folder"),
         (lambda folder: escaping(folder / "c.zip"), "a path outside of the archive: it is not to be trusted"),
         (lambda folder: None, "Dogs vs Cats needs an account of yours"),
     ],
@@ -190,10 +201,47 @@ def test_another_source_takes_the_place_of_the_first(tmp_path):
 def test_sources_that_are_refused(tmp_path, make, words):
     with pytest.raises(RunError, match=words):
         cats_dogs.prepare(tmp_path / "store", make(tmp_path), jobs=1, quiet=True)
+    assert [path.name for path in (tmp_path / "store" / "cats_dogs").iterdir()] == [".lock"]
     assert cats_dogs.read_index(tmp_path / "store" / "cats_dogs") is None
     assert not list((tmp_path / "store" / "cats_dogs").glob("*.bin"))
     with pytest.raises(FileNotFoundError, match=r"prepare cats_dogs --archive FILE.*experiment=cats_dogs_standin"):
         CatsDogs(**settings(tmp_path / "store"))
+
+
+def test_names_that_cannot_be_printed_are_escaped(tmp_path):
+    folder = tmp_path / "train"
+    folder.mkdir()
+    for name in (b"cat.\xff\xfe.jpg", b"dog.1.jpg"):
+        write(Path(os.fsdecode(os.fsencode(folder) + b"/" + name)), picture(1))
+    (folder / "dog.\t\x1b[2J\n.jpg").write_bytes(b"")
+    report = cats_dogs.prepare(tmp_path, folder, jobs=1, quiet=True)
+    assert report.counts == {"cat": 1, "dog": 1}
+    assert report.errors == {r"dog.\t\x1b[2J\n.jpg": "empty"}
+    assert cats_dogs.read_index(tmp_path / "cats_dogs").names == [r"cat.\udcff\udcfe.jpg", "dog.1.jpg"]
+
+
+def with_header(path, place, value):
+    """An archive whose headers have a value of one byte: flags at 6 (1 says that there is a password), method at 8."""
+    one_class(path)
+    content = bytearray(path.read_bytes())
+    for signature, at in ((b"PK\x03\x04", place), (b"PK\x01\x02", place + 2)):
+        content[content.index(signature) + at] = value
+    return write(path, content)
+
+
+def damaged_lzma(path):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as zipped:
+        zipped.writestr("train/cat.0.jpg", picture(0))
+    content = bytearray(path.read_bytes())
+    content[100:140] = bytes(40)
+    return write(path, content)
+
+
+def nested_and_cut_off(path):
+    inner = one_class(path.with_name("inner.zip")).read_bytes()
+    with zipfile.ZipFile(path, "w") as zipped:
+        zipped.writestr("train.zip", inner[:-80])
+    return path
 
 
 def write(path, content):
