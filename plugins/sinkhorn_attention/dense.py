@@ -27,6 +27,7 @@ from torch import Tensor
 from . import blockwise
 from .guard import BOUNDED, FLUSH_LOG2, LOG_DOMAIN, PEAK, SHIFTED, bounded_heads, runs, trusted_heads
 from .log_domain import log_domain_coupling, log_domain_scores_gradient, target_ratio
+from .log_domain_blocks import backward_by_blocks, output_by_blocks
 from .operators import AttentionOperator, CouplingOperator, compute_dtype
 from .problem import LOG2E, Gradients, Problem, hide
 from .scratch import borrow, hold
@@ -314,7 +315,14 @@ def _run_forward(problem: Problem, heads: slice, mode: int, n_iters: int, output
     output.mul_(u[-1].unsqueeze(2))
 
 
+def _is_too_large_for_float64(problem: Problem) -> bool:
+    """Whether a map in float64 takes more than an engine may hold."""
+    return problem.n * problem.m * torch.float64.itemsize > SLAB_BYTES
+
+
 def _output_in_log_domain(problem: Problem, heads: Tensor | slice, n_iters: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(heads, Tensor) and _is_too_large_for_float64(problem):
+        return output_by_blocks(problem, heads, n_iters, dtype)
     coupling = log_domain_coupling(problem.scores(heads, dtype, 1.0), n_iters)[2]
     dropout = problem.dropout(heads, dtype)
     if dropout is not None:
@@ -504,6 +512,9 @@ def _backward_in_log_domain(
     gradients: Gradients,
     dtype: torch.dtype,
 ) -> None:
+    if isinstance(heads, Tensor) and _is_too_large_for_float64(problem):
+        backward_by_blocks(problem, heads, settings, d_output, gradients, dtype)
+        return
     n_iters, detached = settings
     scores, value = problem.scores(heads, dtype, 1.0), problem.values(heads, dtype)
     d_out = hide(d_output[heads].to(dtype), problem.query_mask, heads)

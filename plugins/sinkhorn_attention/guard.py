@@ -6,7 +6,7 @@ B. Otherwise the row maximum, then the column maximum are subtracted. That leave
    what exp2 flushes to zero is below 2^-126 in float32. As long as max(u) max(v) <= 2^84 over all half-steps, such an
    entry is below 2^-42 of a unit row in every intermediate coupling, and nothing overflows.
 C. What exceeds that (peaked logits, far rows or columns, many half-steps) is computed again in the log domain, in
-   float64.
+   float64: maps of more than `dense.SLAB_BYTES` by blocks of rows (log_domain_blocks.py).
 """
 
 import torch

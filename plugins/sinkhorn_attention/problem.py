@@ -108,24 +108,23 @@ class Problem:
         keep = self.keep[heads] if rows is None else self.keep[heads, rows]
         return dropout_factor(keep, self.dropout_p, dtype or self.dtype)
 
-    def scores(self, heads: slice | Tensor, dtype: torch.dtype, unit: float) -> Tensor:
-        """The scores times `unit` of some heads, (heads, n, m), as a new tensor; -inf outside the support."""
+    def scores(self, heads: slice | Tensor, dtype: torch.dtype, unit: float, rows: slice = slice(None)) -> Tensor:
+        """The scores times `unit` of some heads and rows, a new tensor (heads, n, m); -inf outside the support."""
         if self.given_scores is None:
-            scores = torch.bmm(
-                self.queries(heads, dtype) * (self.scale * unit), self.keys(heads, dtype).transpose(1, 2)
-            )
+            queries = self.queries(heads, dtype)[:, rows] * (self.scale * unit)
+            scores = torch.bmm(queries, self.keys(heads, dtype).transpose(1, 2))
             bias = self.bias(heads, dtype)
             if bias is not None:
-                scores.add_(bias, alpha=unit)
+                scores.add_(bias if bias.shape[1] == 1 else bias[:, rows], alpha=unit)
         else:
-            scores = self.given_scores[heads].to(dtype) * unit
-        self.hide_scores_(scores, heads)
+            scores = self.given_scores[heads][:, rows].to(dtype) * unit
+        self.hide_scores_(scores, heads, rows)
         return scores
 
-    def hide_scores_(self, scores: Tensor, heads: slice | Tensor) -> None:
-        """Puts -inf into masked rows and columns of scores (heads, n, m)."""
+    def hide_scores_(self, scores: Tensor, heads: slice | Tensor, rows: slice = slice(None)) -> None:
+        """Puts -inf into masked rows and columns of scores (heads, n, m), or of some rows."""
         if self.query_mask is not None:
-            scores.masked_fill_(~self.query_mask[heads].unsqueeze(2), -math.inf)
+            scores.masked_fill_(~self.query_mask[heads][:, rows].unsqueeze(2), -math.inf)
         if self.key_mask is not None:
             scores.masked_fill_(~self.key_mask[heads].unsqueeze(1), -math.inf)
 

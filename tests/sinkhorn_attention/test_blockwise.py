@@ -1,4 +1,4 @@
-"""Passing by blocks of rows, kept (slab) or made again (streaming): the dense engine's tests at many block borders."""
+"""Blocks of rows, kept (slab), made again (streaming) or in the log domain: tests at many block borders."""
 
 import math
 
@@ -11,11 +11,15 @@ def random_mask(*shape: int, seed: int = 0, keep: float = 0.7) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < keep
 
 
-@pytest.fixture(params=["slab", "streaming"])
+@pytest.fixture(params=["slab", "streaming", "log domain"])
 def backend(request, monkeypatch) -> str:
     """Blocks of 16 rows, of which the last is smaller; the slab is the dense engine's way with large maps."""
     monkeypatch.setattr(blockwise, "BLOCK_BYTES", 1)
     monkeypatch.setattr(dense, "SLAB_BYTES", 0)
+    if request.param == "log domain":  # no head passes guards A and B
+        monkeypatch.setattr(guard, "BOUNDED_LOG2", -1.0)
+        for dtype in guard.GUARD_LOG2:
+            monkeypatch.setitem(guard.GUARD_LOG2, dtype, -math.inf)
     return "dense" if request.param == "slab" else "streaming"
 
 
@@ -61,6 +65,7 @@ def test_far_rows_and_columns(make_problem, matches_reference, backend: str) -> 
 @pytest.mark.parametrize("n_iters", [21, 100])
 def test_the_guard(make_problem, matches_reference, monkeypatch, backend: str, n_iters: int) -> None:
     """Bounded heads and others in one batch, the others on either side of the bound."""
+    monkeypatch.setattr(guard, "BOUNDED_LOG2", 28.0)
     problem = make_problem(20, 20, n_iters, std=100, lead=(4, 6))
     problem.query[0] /= 100
     options = n_iters, 8**-0.5, False, None, None, None, None, 0.0

@@ -1,12 +1,13 @@
 """What the engines cost, in counts that no clock disturbs: products, exponentials, maps alive, bytes kept."""
 
+import math
 import threading
 from collections import Counter
 from contextlib import contextmanager
 
 import pytest
 import torch
-from sinkhorn_attention import blockwise, dense, scratch, sinkhorn_attention, streaming
+from sinkhorn_attention import blockwise, dense, guard, scratch, sinkhorn_attention, streaming
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, N, M, WIDTH = 3, 64, 48, 8
@@ -118,6 +119,16 @@ def test_the_stream_holds_no_map(monkeypatch, n_iters: int) -> None:
         heads = min(HEADS, torch.get_num_threads())
         assert peak[0] == 2 * heads * 16 * M, "two blocks of 16 rows"
         assert max(count.largest_new for count in counts) <= max(N, M) * (WIDTH + 2 + n_iters) * HEADS
+
+
+@pytest.mark.parametrize("n_iters", [1, 4, 21])
+def test_large_maps_are_not_held_in_the_log_domain_either(monkeypatch, n_iters: int) -> None:
+    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(dense, "SLAB_BYTES", 8 * MAP - 1)
+    for dtype in guard.GUARD_LOG2:
+        monkeypatch.setitem(guard.GUARD_LOG2, dtype, -math.inf)
+    for engine in (streaming, dense):
+        assert max(count.largest_new for count in cost(engine, n_iters, 100.0)) <= HEADS * 16 * M, "blocks"
 
 
 def test_the_stream_saves_what_dense_saves() -> None:
