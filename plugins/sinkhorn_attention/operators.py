@@ -9,18 +9,18 @@ with a fake kernel and the backward, so that models compile without graph breaks
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-#: Fills what an engine saves beside its output, from (like, heads, n, m, n_iters): three tensors.
-State = Callable[[Tensor, int, int, int, int], tuple[Tensor, Tensor, Tensor]]
+#: Makes what an engine saves beside its output, from (like, heads, n, m, the first of its settings): three tensors.
+State = Callable[[Tensor, int, int, int, Any], tuple[Tensor, Tensor, Tensor]]
 
-_OPTIONS = (
-    "int n_iters, float scale, bool detached, Tensor? attn_bias, Tensor? query_mask, Tensor? key_mask, "
-    "Tensor? dropout_keep, float dropout_p"
-)
+#: What an engine of half-steps is told beside the tensors.
+HALF_STEPS = "int n_iters, float scale, bool detached"
+_MASKS = "Tensor? attn_bias, Tensor? query_mask, Tensor? key_mask, Tensor? dropout_keep, float dropout_p"
 _TOKENS = "Tensor query, Tensor key, Tensor value"
 _STATE = "Tensor rows, Tensor columns, Tensor mode"
 _FOUR = "(Tensor, Tensor, Tensor, Tensor)"
@@ -33,11 +33,11 @@ def is_eager(*tensors: Tensor | None) -> bool:
     return all(tensor is None or (type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta) for tensor in tensors)
 
 
-def refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:
+def refuse_double_backward(ctx: Any, *gradients: Tensor, instead: str = "backend='reference'") -> None:
     """Second derivatives would be those of a hand-written backward."""
     raise NotImplementedError(
         "this backend of Sinkhorn attention has a hand-written backward that cannot be differentiated again; "
-        "use backend='reference' for second derivatives"
+        f"use {instead} for second derivatives"
     )
 
 
@@ -45,10 +45,13 @@ class _RefuseSecondDerivative(torch.autograd.Function):
     """Passes gradients on, and refuses to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, refuse: Callable, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.refuse = refuse
         return gradients
 
-    backward = staticmethod(refuse_double_backward)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        ctx.refuse(ctx, *gradients)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -64,13 +67,22 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
 class _Operator:
     """A forward and a backward function, registered as custom operators and as an autograd function.
 
-    Subclasses say what autograd keeps (`save`) and how its backward calls the engine's (`differentiate`).
+    Subclasses say what autograd keeps (`save`) and how its backward calls the engine's (`differentiate`). `instead`
+    says in the error what has the second derivatives that the engine has not.
     """
 
     def __init__(
-        self, name: str, forward: Callable, backward: Callable, schema: str, backward_schema: str, fakes: list[Callable]
+        self,
+        name: str,
+        forward: Callable,
+        backward: Callable,
+        schema: str,
+        backward_schema: str,
+        fakes: list[Callable],
+        instead: str = "backend='reference'",
     ) -> None:
         custom_op = torch.library.custom_op
+        self.refuse = partial(refuse_double_backward, instead=instead)
         name = f"sinkhorn_attention::{name}"
         self.forward = custom_op(name, forward, mutates_args=(), schema=schema)
         self.backward = custom_op(f"{name}_backward", backward, mutates_args=(), schema=backward_schema)
@@ -81,7 +93,7 @@ class _Operator:
             return self.differentiate(ctx, output_gradient, self.backward)
 
         self.forward.register_autograd(backward_of_operator, setup_context=self.save)
-        self.backward.register_autograd(refuse_double_backward)
+        self.backward.register_autograd(self.refuse)
         self.function = self._make_function(forward, backward)
 
     def __call__(self, *arguments: Any) -> Tensor:
@@ -90,16 +102,14 @@ class _Operator:
             return self.function.apply(*arguments)
         return self.forward(*arguments)[0]
 
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         raise NotImplementedError
 
-    @staticmethod
-    def differentiate(ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
+    def differentiate(self, ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
         raise NotImplementedError
 
     def _make_function(self, forward: Callable, backward: Callable) -> type[torch.autograd.Function]:
-        save, differentiate = self.save, self.differentiate
+        save, differentiate, refuse = self.save, self.differentiate, self.refuse
 
         def once_differentiable(*arguments: Any) -> Any:
             with torch.no_grad():
@@ -108,7 +118,7 @@ class _Operator:
                 return gradients
             several = isinstance(gradients, tuple)
             fresh = [gradient.requires_grad_() for gradient in (gradients if several else (gradients,))]
-            refusing = _RefuseSecondDerivative.apply(*fresh)
+            refusing = _RefuseSecondDerivative.apply(refuse, *fresh)
             return refusing if several else refusing[0]
 
         class Engine(torch.autograd.Function):
@@ -130,46 +140,58 @@ class AttentionOperator(_Operator):
 
     Args:
         name: of the engine; the operators are `sinkhorn_attention::{name}_attention` and `..._backward`.
-        forward: (query, key, value, n_iters, scale, detached, attn_bias, query_mask, key_mask, dropout_keep, dropout_p)
-            -> output, contiguous and in float32 at least, and the state (rows, columns, mode).
-        backward: (output_gradient, output, query, key, value, *state, n_iters, scale, ..., bias_gradient) ->
-            contiguous gradients of query, key, value, and of attn_bias, in its shape and dtype, if asked for, otherwise
-            an empty tensor.
+        forward: (query, key, value, *settings, attn_bias, query_mask, key_mask, dropout_keep, dropout_p) -> output,
+            contiguous and in float32 at least, and the state (rows, columns, mode).
+        backward: (output_gradient, output, query, key, value, *state, *settings, ..., bias_gradient) -> contiguous
+            gradients of query, key, value, and of attn_bias, in its shape and dtype, if asked for, otherwise an empty
+            tensor.
         state: makes an uninitialised state.
+        settings: the engine's numbers, as a schema has them.
+        instead: what has second derivatives.
     """
 
-    def __init__(self, name: str, forward: Callable, backward: Callable, state: State) -> None:
-        def fake(query, key, value, n_iters, *options):  # type: ignore[no-untyped-def]
+    def __init__(
+        self,
+        name: str,
+        forward: Callable,
+        backward: Callable,
+        state: State,
+        settings: str = HALF_STEPS,
+        instead: str = "backend='reference'",
+    ) -> None:
+        self.bias_index = 3 + settings.count(",") + 1  # of attn_bias in forward's arguments
+
+        def fake(query, key, value, *options):  # type: ignore[no-untyped-def]
             heads, n, m = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
             output = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=compute_dtype(query))
-            return output, *state(query, heads, n, m, n_iters)
+            return output, *state(query, heads, n, m, options[0])
 
         def backward_fake(output_gradient, output, query, key, value, *arguments):  # type: ignore[no-untyped-def]
-            attn_bias, bias_gradient = arguments[6], arguments[11]
+            attn_bias, bias_gradient = arguments[self.bias_index], arguments[-1]
             d_bias = attn_bias if bias_gradient and attn_bias is not None else output.new_empty(0)
             return tuple(_contiguous_like(tensor) for tensor in (query, key, value, d_bias))
 
-        given = f"Tensor output_gradient, Tensor output, {_TOKENS}, {_STATE}, {_OPTIONS}, bool bias_gradient"
-        schemas = f"({_TOKENS}, {_OPTIONS}) -> {_FOUR}", f"({given}) -> {_FOUR}"
-        super().__init__(f"{name}_attention", forward, backward, *schemas, [fake, backward_fake])
+        options = f"{settings}, {_MASKS}"
+        given = f"Tensor output_gradient, Tensor output, {_TOKENS}, {_STATE}, {options}, bool bias_gradient"
+        schemas = f"({_TOKENS}, {options}) -> {_FOUR}", f"({given}) -> {_FOUR}"
+        super().__init__(f"{name}_attention", forward, backward, *schemas, [fake, backward_fake], instead)
 
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        query, key, value, n_iters, scale, detached, *masks, dropout_p = inputs
-        ctx.save_for_backward(output[0], query, key, value, *output[1:], *masks)
-        ctx.settings = n_iters, scale, detached
-        ctx.dropout_p = dropout_p
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        tokens, masks = inputs[:3], inputs[self.bias_index : -1]
+        ctx.save_for_backward(output[0], *tokens, *output[1:], *masks)
+        ctx.settings = inputs[3 : self.bias_index]
+        ctx.dropout_p = inputs[-1]
         ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def differentiate(ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
+    def differentiate(self, ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
+        of_settings, of_masks = (None,) * (self.bias_index - 3), (None,) * 4
         if output_gradient is None:
-            return (None,) * 11
-        saved = ctx.saved_tensors
+            return (*(None,) * 3, *of_settings, None, *of_masks)
+        saved = ctx.saved_tensors  # once: gradient checkpointing hands them out once
         tensors, masks = saved[:7], saved[7:]
-        needs_bias = ctx.needs_input_grad[6]
+        needs_bias = ctx.needs_input_grad[self.bias_index]
         gradients = backward(output_gradient, *tensors, *ctx.settings, *masks, ctx.dropout_p, needs_bias)
-        return *gradients[:3], None, None, None, gradients[3] if needs_bias else None, None, None, None, None
+        return *gradients[:3], *of_settings, gradients[3] if needs_bias else None, *of_masks
 
 
 class CouplingOperator(_Operator):
@@ -196,14 +218,12 @@ class CouplingOperator(_Operator):
         schemas = f"(Tensor scores, {options}) -> {_FOUR}", backward_schema
         super().__init__(f"{name}_coupling", forward, backward, *schemas, [fake, backward_fake])
 
-    @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         scores, ctx.n_iters, query_mask, key_mask = inputs
         ctx.save_for_backward(scores, *output[1:], query_mask, key_mask)
         ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def differentiate(ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
+    def differentiate(self, ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
         if output_gradient is None:
             return (None,) * 4
         *tensors, query_mask, key_mask = ctx.saved_tensors
