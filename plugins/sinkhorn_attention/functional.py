@@ -21,6 +21,8 @@ BACKENDS = ("auto", "reference", "dense", "streaming", "triton")
 GRADIENTS = ("unrolled", "detached", "implicit")
 #: What "auto" is, on every device: no kernel is taken unasked that has not been run on the hardware it is for.
 AUTO = "dense"
+#: What has the derivatives that the engine of a comparator has not.
+COUPLING_INSTEAD = "the normalizer's coupling(query, key, ...) @ value"
 
 
 def sinkhorn(
@@ -102,26 +104,17 @@ def sinkhorn_attention(
         NotImplementedError: for a problem that the backend does not take; says what it needs.
         RuntimeError: if the Triton engine fails on the device; says what does without it.
     """
-    check_attention_arguments(query, key, value, n_iters, scale, attn_bias, dropout_p, gradient, backend)
-    lead = broadcast_lead(query, key, value)
-    n, m = query.shape[-2], key.shape[-2]
-    query_mask = check_mask("query_mask", query_mask, lead, n, query.device)
-    key_mask = check_mask("key_mask", key_mask, lead, m, query.device)
-    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-    query, key, value = (tensor.to(dtype).expand(*lead, *tensor.shape[-2:]) for tensor in (query, key, value))
-    if scale is None:
-        scale = query.shape[-1] ** -0.5 if query.shape[-1] > 0 else 1.0
-    if 0 in (*lead, n, m, value.shape[-1]):  # no query, no key or no sample: zeros that carry a gradient
+    check_n_iters(n_iters)
+    check_attention_arguments(query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p)
+    for option, given, names in (("gradient", gradient, GRADIENTS), ("backend", backend, BACKENDS)):
+        if given not in names:
+            raise ValueError(f"{option} must be one of {', '.join(names)}, got {given!r}")
+    query, key, value, scale, attn_bias, query_mask, key_mask, dropout_keep = prepare(
+        query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p
+    )
+    masks, dtype = (attn_bias, query_mask, key_mask, dropout_keep), query.dtype
+    if is_empty(query, key, value):
         return query @ key.transpose(-1, -2) @ value
-    if attn_bias is not None:
-        if attn_bias.dtype == torch.bool:
-            attn_bias = bias_from_keep(attn_bias, torch.float32)
-        if attn_bias.dim() < 2:
-            attn_bias = attn_bias.view(1, -1)
-    dropout_keep = None
-    if dropout_p > 0:
-        dropout_keep = torch.empty(*lead, n, m, dtype=torch.bool, device=query.device).bernoulli_(1 - dropout_p)
-    masks = attn_bias, query_mask, key_mask, dropout_keep
     if gradient == "implicit":
         refuse_transforms(query, key, value, attn_bias)
         dropout_mask = None if dropout_keep is None else dropout_factor(dropout_keep, dropout_p, compute_dtype(query))
@@ -131,6 +124,84 @@ def sinkhorn_attention(
     refuse_transforms(query, key, value, attn_bias)
     attend = ENGINES[AUTO if backend == "auto" else backend]
     return attend(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p).to(dtype)
+
+
+def attention_by(
+    engine: Callable[..., Tensor],
+    settings: tuple[Any, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    attn_bias: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    dropout_p: float,
+    row_wise: bool = False,
+) -> Tensor:
+    """Attention by the engine of another normalizer; everything else as `sinkhorn_attention`.
+
+    Args:
+        engine: an `operators.AttentionOperator`, whose settings end with the scale.
+        settings: the ones before the scale.
+        query: (..., n, d).
+        key: (..., m, d).
+        value: (..., m, d_v).
+        scale: factor of the scores.
+        attn_bias: broadcastable to (..., n, m).
+        query_mask: (n,) or (..., n).
+        key_mask: (m,) or (..., m).
+        dropout_p: probability of dropping an entry of the map.
+        row_wise: whether the bias may be causal.
+
+    Raises:
+        ValueError: names the argument, what it got and what it needs.
+        NotImplementedError: under torch.func transforms and forward-mode derivatives.
+    """
+    check_attention_arguments(query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p, row_wise)
+    query, key, value, scale, *masks = prepare(query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p)
+    if is_empty(query, key, value):
+        return query @ key.transpose(-1, -2) @ value
+    refuse_transforms(query, key, value, masks[0], instead=COUPLING_INSTEAD)
+    return engine(query, key, value, *settings, scale, *masks, dropout_p).to(query.dtype)
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    attn_bias: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    dropout_p: float,
+) -> tuple[Any, ...]:
+    """What every engine is given, from checked arguments.
+
+    Returns:
+        Query, key and value of one dtype and with equal leading dimensions, the scale, and attn_bias (floating, of at
+        least two dimensions), query_mask, key_mask and dropout_keep, (..., n, m), boolean, or None.
+    """
+    lead = broadcast_lead(query, key, value)
+    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    query, key, value = (tensor.to(dtype).expand(*lead, *tensor.shape[-2:]) for tensor in (query, key, value))
+    if scale is None:
+        scale = query.shape[-1] ** -0.5 if query.shape[-1] > 0 else 1.0
+    if attn_bias is not None:
+        if attn_bias.dtype == torch.bool:
+            attn_bias = bias_from_keep(attn_bias, torch.float32)
+        if attn_bias.dim() < 2:
+            attn_bias = attn_bias.view(1, -1)
+    dropout_keep = None
+    if dropout_p > 0:
+        shape = *lead, query.shape[-2], key.shape[-2]
+        dropout_keep = torch.empty(shape, dtype=torch.bool, device=query.device).bernoulli_(1 - dropout_p)
+    return query, key, value, scale, attn_bias, query_mask, key_mask, dropout_keep
+
+
+def is_empty(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether there is no query, no key or no sample: the plain products are zeros then, and carry a gradient."""
+    return 0 in (*query.shape[:-1], key.shape[-2], value.shape[-1])
 
 
 def broadcast_lead(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
@@ -214,10 +285,10 @@ ENGINES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def refuse_transforms(*tensors: Tensor | None) -> None:
+def refuse_transforms(*tensors: Tensor | None, instead: str = "sinkhorn_attention(..., backend='reference')") -> None:
     """Refuses torch.func transforms and forward-mode derivatives, which a hand-written backward cannot serve.
 
-    A dual tensor would otherwise lose its tangent without a word.
+    A dual tensor would otherwise lose its tangent without a word. `instead` says what has them.
     """
     if torch.compiler.is_compiling():
         return
@@ -228,7 +299,7 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
     if transformed or dual:
         raise NotImplementedError(
             "this backend of Sinkhorn attention does not work under torch.func transforms or forward-mode "
-            "derivatives (grad, vmap, jvp, ...); use sinkhorn_attention(..., backend='reference') there"
+            f"derivatives (grad, vmap, jvp, ...); use {instead} there"
         )
 
 
@@ -295,15 +366,14 @@ def check_attention_arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    n_iters: int,
     scale: float | None,
     attn_bias: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
     dropout_p: float,
-    gradient: str,
-    backend: str,
+    may_be_causal: bool = False,
 ) -> None:
-    """Raises ValueError or NotImplementedError that names the argument, what it got and what it needs."""
-    check_n_iters(n_iters)
+    """Raises ValueError that names the argument, what it got and what it needs."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not is_floating_matrix(tensor):
             raise ValueError(
@@ -326,11 +396,9 @@ def check_attention_arguments(
     if not is_finite_number(dropout_p) or not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p!r}")
     if attn_bias is not None:
-        check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]), query.device)
-    if gradient not in GRADIENTS:
-        raise ValueError(f"gradient must be one of {', '.join(GRADIENTS)}, got {gradient!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]), query.device, may_be_causal)
+    check_mask("query_mask", query_mask, lead, query.shape[-2], query.device)
+    check_mask("key_mask", key_mask, lead, key.shape[-2], query.device)
 
 
 def check_bias(attn_bias: Tensor, shape: tuple[int, ...], device: torch.device, may_be_causal: bool = False) -> None:
