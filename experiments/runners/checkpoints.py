@@ -2,7 +2,7 @@
 
 import io
 import re
-import warnings
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,26 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         RunError: where it is damaged or missing.
     """
     try:
+        return _read(path)
+    except ValueError as error:
+        raise RunError(
+            f"checkpoint {path} cannot be read: {error}. Remove that run's folder and give its command again"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling damaged bytes may raise
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise RunError(f"checkpoint {path} cannot be read: {reason}") from error
+        raise ValueError(reason) from error
+    if not isinstance(content, dict) or "global_step" not in content:
+        raise ValueError("it is no checkpoint of a training")
     return content
 
 
 def newest_valid(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The readable checkpoint with the most steps, whatever the files' times; warns of unreadable ones.
+    """The readable checkpoint with the most steps, whatever the files' times; tells of unreadable ones.
 
     Returns:
         Its path and content, or None where there is none.
@@ -61,12 +72,11 @@ def newest_valid(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     numbered = [(int(match[1]), path) for path in folder.glob("*.ckpt") if (match := NAME.fullmatch(path.name))]
     for _, path in sorted(numbered, reverse=True):
         try:
-            checkpoint = read_checkpoint(path)
-        except RunError as error:
-            reason = str(error).removeprefix(f"checkpoint {path} cannot be read: ")
-            warnings.warn(f"checkpoint {path} cannot be read and is passed over: {reason}", stacklevel=2)
-            continue
-        return path, checkpoint
+            return path, _read(path)
+        except ValueError as error:
+            print(f"warning: checkpoint {path} cannot be read and is passed over: {error}", file=sys.stderr)
+    if numbered:
+        print(f"warning: no checkpoint in {folder} can be read: the run begins anew", file=sys.stderr)
     return None
 
 

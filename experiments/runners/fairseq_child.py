@@ -317,6 +317,8 @@ def choose_checkpoint(folder: Path, cfg: Any) -> bool:
         whole = [(_read(folder / name), name) for name in (PREVIOUS, BEST)]
         found = [(known["optimizer_history"][-1]["num_updates"], name, known) for known, name in whole if known]
         if not found:
+            if any((folder / name).exists() for name in (LAST, PREVIOUS, BEST)):
+                emit("warning", message=f"no checkpoint in {folder} can be read: the run begins anew")
             (folder / LAST).unlink(missing_ok=True)
             return False
         step, name, state = max(found, key=lambda entry: entry[0])
@@ -342,9 +344,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # whatever unpickling damaged bytes may raise
         return None
+    return state if isinstance(state, dict) and {"cfg", "extra_state", "optimizer_history"} <= state.keys() else None
 
 
 def configure(arguments: list[str]) -> Any:

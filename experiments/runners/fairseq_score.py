@@ -12,14 +12,20 @@ from fairseq.logging import metrics
 from fairseq.scoring.bleu import BleuConfig, Scorer
 from sacrebleu.metrics import BLEU
 
-from .fairseq_events import emit, end_with_parent, explained, keep_digits, numbers, write_log
+from .fairseq_events import FairseqError, emit, end_with_parent, explained, keep_digits, numbers, write_log
 
 
 class Scored:
     """A checkpoint's model and the task with the split's sentences."""
 
     def __init__(self, path: Path, request: dict[str, Any], device: torch.device) -> None:
-        state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+        try:
+            state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+        except Exception as error:  # whatever unpickling damaged bytes may raise
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise FairseqError(
+                f"checkpoint {path} cannot be read: {reason}. Remove that run's folder and give its command again"
+            ) from error
         self.step = state["optimizer_history"][-1]["num_updates"]
         # The criterion's own counts of BLEU are left to `translations`, which translates once for both.
         overrides = {"data": request["data"], "eval_bleu": False}

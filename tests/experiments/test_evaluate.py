@@ -83,7 +83,7 @@ def cut(checkpoints):
             lambda folder: (folder / "config.yaml").write_text(""),
             r"config\.yaml cannot be read \(it holds a NoneType\)",
         ),
-        (lambda folder: cut(folder / "checkpoints"), r"checkpoint .*\.ckpt cannot be read: "),
+        (lambda folder: cut(folder / "checkpoints"), r"checkpoint .*\.ckpt cannot be read: .*Remove that run's"),
         (lambda folder: shutil.rmtree(folder / "checkpoints"), r"checkpoint .*\.ckpt cannot be read: .*No such file"),
     ],
 )

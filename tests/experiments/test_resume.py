@@ -131,25 +131,35 @@ def test_killed_in_the_final_test(runs, finished):
     assert_equal(runs.start(*DROPOUT).folder, finished(*DROPOUT))
 
 
-def test_a_cut_off_checkpoint_is_passed_over(runs, finished):
+def test_a_cut_off_checkpoint_is_passed_over(runs, finished, capsys):
     assert runs.in_child(at_step(9, kill), *DROPOUT) == -signal.SIGKILL
     (folder,) = runs.folders()
     newest = folder / "checkpoints" / "step00000008.ckpt"
     newest.write_bytes(newest.read_bytes()[:-2000])
-    with pytest.warns(UserWarning, match=r"step00000008\.ckpt cannot be read and is passed over"):
-        outcome = runs.start(*DROPOUT)
+    outcome = runs.start(*DROPOUT)
+    said = capsys.readouterr().err
+    assert f"warning: checkpoint {newest} cannot be read and is passed over: " in said
+    assert "begins anew" not in said
     assert_equal(outcome.folder, finished(*DROPOUT))
     assert json.loads((folder / "run.json").read_text())["attempts"][1]["from_step"] == 4
 
 
-def test_no_valid_checkpoint_at_all(runs, finished):
+def test_no_valid_checkpoint_at_all(runs, finished, capsys):
     assert runs.in_child(at_step(9, kill), *DROPOUT) == -signal.SIGKILL
     (folder,) = runs.folders()
-    for path in (folder / "checkpoints").iterdir():
-        path.write_bytes(b"")
-    with pytest.warns(UserWarning, match="passed over"):
-        outcome = runs.start(*DROPOUT)
+    first, second = sorted((folder / "checkpoints").iterdir())
+    first.write_bytes(b"")
+    torch.save([1, 2], second)
+    outcome = runs.start(*DROPOUT)
+    said = capsys.readouterr().err
+    assert f"warning: checkpoint {second} cannot be read and is passed over: it is no checkpoint of a training" in said
+    assert f"warning: no checkpoint in {folder / 'checkpoints'} can be read: the run begins anew" in said
     assert_equal(outcome.folder, finished(*DROPOUT))
+
+
+def test_a_fresh_run_says_nothing_of_checkpoints(runs, capsys):
+    runs.start(*DROPOUT)
+    assert "checkpoint" not in capsys.readouterr().err
 
 
 def test_newest_is_by_step_not_by_time(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from experiments.errors import RunError
+from experiments.evaluate import main as evaluate
 
 
 def test_a_gradient_that_is_no_number_stops_with_one_sentence(text_runs: Any, sentiment: tuple[str, ...]) -> None:
@@ -29,6 +30,34 @@ def test_an_option_that_fairseq_does_not_know_is_refused_before_a_folder_is_made
     with pytest.raises(RunError, match=r"^fairseq: unrecognized arguments: --pooolings?=max$"):
         text_runs.start(*sentiment, "+model.pooolings=max")
     assert not text_runs.folder.exists()
+
+
+def test_a_run_without_a_checkpoint_that_can_be_read_says_that_it_begins_anew(
+    whole: Path, text_runs: Any, sentiment: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = (*sentiment, "attention=sinkhorn", "attention.n_iters=3")
+    run = text_runs.run_dir(*overrides)
+    run.checkpoints.mkdir(parents=True)
+    for name, content in (("last", b""), ("best", b"garbage"), ("previous", b"PK\x03\x04")):
+        (run.checkpoints / f"checkpoint_{name}.pt").write_bytes(content)
+    text_runs.start(*overrides)
+    said = capfd.readouterr().err
+    assert f"warning: no checkpoint in {run.checkpoints} can be read: the run begins anew" in said
+    assert (run.path / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_a_best_checkpoint_that_is_damaged_is_named(
+    whole: Path, text_runs: Any, sentiment: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = text_runs.run_dir(*sentiment, "attention=sinkhorn", "attention.n_iters=3")
+    shutil.copytree(whole, run.path)
+    best = run.checkpoints / "checkpoint_best.pt"
+    best.unlink()
+    best.write_bytes(b"garbage")
+    assert evaluate([str(run.path), "--split", "test"]) == 1
+    said = capfd.readouterr().err
+    assert f"checkpoint {best} cannot be read: " in said
+    assert "Remove that run's folder and give its command again" in said
 
 
 def test_other_data_than_those_that_a_run_was_begun_with_are_refused(
