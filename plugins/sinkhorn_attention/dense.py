@@ -28,7 +28,7 @@ from . import blockwise
 from .guard import BOUNDED, FLUSH_LOG2, LOG_DOMAIN, PEAK, SHIFTED, bounded_heads, runs, trusted_heads
 from .log_domain import log_domain_coupling, log_domain_scores_gradient, target_ratio
 from .log_domain_blocks import backward_by_blocks, output_by_blocks
-from .operators import AttentionOperator, CouplingOperator, compute_dtype
+from .operators import AttentionOperator, CouplingOperator, State, compute_dtype
 from .problem import LOG2E, Gradients, Problem, hide
 from .scratch import borrow, hold
 
@@ -78,12 +78,15 @@ def _choose(query: Tensor, key: Tensor, n_iters: int, in_chunks: Callable, by_bl
 # ---------------------------------------------------------------------------------------- the exponential domain
 
 
-def exponentiate(scores: Tensor, kernel: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def exponentiate(
+    scores: Tensor, kernel: Tensor | None = None, column_maxima: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Turns log2 scores (heads, n, m) into K = 2^(scores - row max - column max); guard B.
 
     Args:
         scores: is overwritten.
         kernel: where K goes, in place of the scores by default.
+        column_maxima: is filled with the column maxima, (heads, 1, m), -inf without support.
 
     Returns:
         K, the first column scaling 2^(column max) (heads, 1, m), which makes the first row step that of the scores
@@ -94,6 +97,8 @@ def exponentiate(scores: Tensor, kernel: Tensor | None = None) -> tuple[Tensor, 
     rows = row_max != -math.inf
     scores.sub_(row_max.masked_fill_(~rows, 0.0))
     column_max = scores.amax(1, keepdim=True)
+    if column_maxima is not None:
+        column_maxima.copy_(column_max)
     columns = column_max != -math.inf
     scores.sub_(column_max.masked_fill(~columns, 0.0))
     ratio = target_ratio(rows, columns, scores.dtype)
@@ -110,6 +115,7 @@ def half_steps(
     row_target: Tensor | None,
     column_target: Tensor | None,
     has_empty: bool,
+    damp: Callable[[int, Tensor], None] | None = None,
 ) -> None:
     """Runs the half-steps in the exponential domain on vectors, from v[0] on.
 
@@ -121,6 +127,7 @@ def half_steps(
         row_target: what rows should sum to, (heads, 1, n), None for 1.
         column_target: what columns should sum to, broadcastable to (heads, 1, m), None for 1.
         has_empty: whether a row or column may be without support, whose sum is 0, and so is its target.
+        damp: is given i and v[i + 1], (heads, 1, m), after each column step, and may change it in place.
     """
     transposed, tiny = kernel.transpose(1, 2), torch.finfo(kernel.dtype).tiny
     for step in range(n_iters):
@@ -138,6 +145,8 @@ def half_steps(
             sums.reciprocal_()
         else:
             torch.div(target, sums, out=sums)
+        if damp is not None and step % 2 == 1:
+            damp(i, sums)
 
 
 def scores_gradient(
@@ -149,6 +158,7 @@ def scores_gradient(
     row_sums: Tensor,
     column_sums: Tensor,
     detached: bool,
+    gains: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The rank-T correction A B^T of dL/dC = K * (... + A B^T), by going through the half-steps in reverse.
 
@@ -161,6 +171,7 @@ def scores_gradient(
         row_sums: of P * dL/dP, (heads, 1, n): the derivative with respect to log u_T.
         column_sums: (heads, 1, m), likewise for log v_T.
         detached: whether column potentials count as constants.
+        gains: -d log v[i + 1] / d (K^T u[i]), (T//2, heads, m); v[i + 1] / ratio, a plain column step's, by default.
 
     Returns:
         A^T (heads, columns, n) and B^T (heads, columns, m), with as many columns as half-steps are differentiated.
@@ -181,7 +192,7 @@ def scores_gradient(
             flow = passed if flow is None else passed.add_(flow)
         elif not detached:
             assert flow is not None
-            weight = (flow * column).div_(-ratio)
+            weight = (flow * column).div_(-ratio) if gains is None else (flow * gains[i].unsqueeze(1)).neg_()
             left.append(row)
             right.append(weight)
             passed = torch.bmm(weight, transposed).mul_(row)
@@ -190,8 +201,23 @@ def scores_gradient(
     return torch.cat(left, 1), torch.cat(right, 1)
 
 
+def fill_scores(problem: Problem, heads: slice, query: Tensor, key: Tensor, scores: Tensor, unit: float) -> None:
+    """Fills scores (heads, n, m) with `unit` times those of the chunk's queries and keys; padding is not hidden."""
+    torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=problem.scale * unit, out=scores)
+    bias = problem.bias(heads)
+    if bias is not None:
+        scores.add_(bias, alpha=unit)
+
+
 def make_kernel(
-    problem: Problem, heads: slice, mode: int, query: Tensor | None, key: Tensor | None, scores: Tensor, kernel: Tensor
+    problem: Problem,
+    heads: slice,
+    mode: int,
+    query: Tensor | None,
+    key: Tensor | None,
+    scores: Tensor,
+    kernel: Tensor,
+    column_maxima: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, bool]:
     """Fills K (heads, n, m) from query and key, or from the problem's given scores.
 
@@ -203,22 +229,20 @@ def make_kernel(
         key: (heads, m, d).
         scores: scratch, (heads, n, m).
         kernel: is filled; may be `scores`.
+        column_maxima: is filled with what was subtracted from columns where the mode is SHIFTED, (heads, 1, m).
 
     Returns:
         The first column scaling, and what `half_steps` wants besides it: the targets of rows and columns, n_valid /
         m_valid, and whether there may be rows or columns without support.
     """
     if query is not None and key is not None:
-        torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=problem.scale * LOG2E, out=scores)
-        bias = problem.bias(heads)
-        if bias is not None:
-            scores.add_(bias, alpha=LOG2E)
+        fill_scores(problem, heads, query, key, scores, LOG2E)
     else:
         assert problem.given_scores is not None
         scores.copy_(problem.given_scores[heads]).mul_(LOG2E)
     if mode == SHIFTED:
         problem.hide_scores_(scores, heads)
-        return *exponentiate(scores, kernel)[1:], True
+        return *exponentiate(scores, kernel, column_maxima)[1:], True
     torch.exp2(scores, out=kernel)
     mask = problem.key_mask
     return scores.new_ones(()) if mask is None else mask[heads].unsqueeze(1), *problem.targets(heads)
@@ -272,17 +296,26 @@ def attention_forward(
 
 
 def forward_with_guard(
-    run: Callable, size: int, query: Tensor, key: Tensor, value: Tensor, n_iters: int, scale: float, *masks: Any
+    run: Callable,
+    size: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    n_iters: int,
+    scale: float,
+    *masks: Any,
+    damping: float = 1.0,
+    state: State = empty_state,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward in chunks of `size` heads by `run`, and in the log domain where the guard says so."""
     problem = attention_problem(query, key, value, scale, *masks)
     result = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=problem.dtype)
     output = result.view(problem.heads, problem.n, -1)  # what is returned is no view: a caller may write into it
-    u, v, mode = empty_state(query, problem.heads, problem.n, problem.m, n_iters)
+    u, v, mode = state(query, problem.heads, problem.n, problem.m, n_iters)
     with torch.autocast(query.device.type, enabled=False), hold():
         if in_log_domain_throughout(query.device):
             for heads, _ in runs([LOG_DOMAIN] * problem.heads, size):
-                output[heads] = _output_in_log_domain(problem, heads, n_iters, problem.dtype)
+                output[heads] = _output_in_log_domain(problem, heads, n_iters, problem.dtype, damping)
             return result, u, v, mode
         mode.copy_(~bounded_heads(problem))
         for heads, head_mode in runs(mode.tolist(), size):
@@ -290,29 +323,31 @@ def forward_with_guard(
             if head_mode == SHIFTED:
                 mode[heads].masked_fill_(~trusted_heads(u[:, heads], v[:, heads]), LOG_DOMAIN)
         for group in _log_domain_groups(mode, problem):
-            output[group] = _output_in_log_domain(problem, group, n_iters, torch.float64).to(problem.dtype)
+            output[group] = _output_in_log_domain(problem, group, n_iters, torch.float64, damping).to(problem.dtype)
     return result, u, v, mode
 
 
 def _run_forward(problem: Problem, heads: slice, mode: int, n_iters: int, output: Tensor, u: Tensor, v: Tensor) -> None:
     """Forward of some heads that have the same mode; fills output (heads, n, d_v), u and v."""
-    tokens, dropout, value = (
-        (problem.queries(heads), problem.keys(heads)),
-        problem.dropout(heads),
-        problem.values(heads),
-    )
+    tokens = problem.queries(heads), problem.keys(heads)
     with borrow((output.shape[0], problem.n, problem.m), dtype=problem.dtype) as (kernel,):
         first, row_target, column_target, _, has_empty = make_kernel(problem, heads, mode, *tokens, kernel, kernel)
         v[0].unsqueeze(1).copy_(first)
         half_steps(kernel, n_iters, u, v, row_target, column_target, has_empty)
-        if dropout is not None:
-            kernel.mul_(dropout)
-        if problem.n <= value.shape[2]:  # the map is smaller than the values
-            torch.bmm(kernel.mul_(v[-1].unsqueeze(1)), value, out=output)
-        else:
-            with borrow(tuple(value.shape), dtype=problem.dtype) as (scaled,):
-                torch.bmm(kernel, torch.mul(value, v[-1].unsqueeze(2), out=scaled), out=output)
-    output.mul_(u[-1].unsqueeze(2))
+        apply_coupling(problem, heads, kernel, u[-1], v[-1], output)
+
+
+def apply_coupling(problem: Problem, heads: slice, kernel: Tensor, u: Tensor, v: Tensor, output: Tensor) -> None:
+    """Fills the output (heads, n, d_v) with diag(u) K diag(v) V; K (heads, n, m) is overwritten."""
+    dropout, value = problem.dropout(heads), problem.values(heads)
+    if dropout is not None:
+        kernel.mul_(dropout)
+    if problem.n <= value.shape[2]:  # the map is smaller than the values
+        torch.bmm(kernel.mul_(v.unsqueeze(1)), value, out=output)
+    else:
+        with borrow(tuple(value.shape), dtype=problem.dtype) as (scaled,):
+            torch.bmm(kernel, torch.mul(value, v.unsqueeze(2), out=scaled), out=output)
+    output.mul_(u.unsqueeze(2))
 
 
 def _is_too_large_for_float64(problem: Problem) -> bool:
@@ -320,10 +355,12 @@ def _is_too_large_for_float64(problem: Problem) -> bool:
     return problem.n * problem.m * torch.float64.itemsize > SLAB_BYTES
 
 
-def _output_in_log_domain(problem: Problem, heads: Tensor | slice, n_iters: int, dtype: torch.dtype) -> Tensor:
-    if isinstance(heads, Tensor) and _is_too_large_for_float64(problem):
+def _output_in_log_domain(
+    problem: Problem, heads: Tensor | slice, n_iters: int, dtype: torch.dtype, damping: float
+) -> Tensor:
+    if isinstance(heads, Tensor) and damping == 1.0 and _is_too_large_for_float64(problem):
         return output_by_blocks(problem, heads, n_iters, dtype)
-    coupling = log_domain_coupling(problem.scores(heads, dtype, 1.0), n_iters)[2]
+    coupling = log_domain_coupling(problem.scores(heads, dtype, 1.0), n_iters, damping)[2]
     dropout = problem.dropout(heads, dtype)
     if dropout is not None:
         coupling.mul_(dropout)
@@ -372,6 +409,7 @@ def backward_with_guard(
     detached: bool,
     attn_bias: Tensor | None,
     *options: Any,
+    damping: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Backward in chunks of `size` heads by `run`, and in the log domain where forward was."""
     *masks, bias_gradient = options
@@ -384,20 +422,15 @@ def backward_with_guard(
     with torch.autocast(device.type, enabled=False), hold():
         if in_log_domain_throughout(device):
             for heads, _ in runs([LOG_DOMAIN] * problem.heads, size):
-                _backward_in_log_domain(problem, heads, settings, d_output, gradients, dtype)
+                _backward_in_log_domain(problem, heads, settings, d_output, gradients, dtype, damping)
         else:
             for heads, head_mode in runs(mode.tolist(), size):
                 if head_mode != LOG_DOMAIN:
                     tensors = d_output, output, u[:, heads], v[:, heads]
                     run(problem, heads, head_mode, settings, *tensors, gradients)
             for group in _log_domain_groups(mode, problem):
-                _backward_in_log_domain(problem, group, settings, d_output, gradients, torch.float64)
-    d_bias = gradients.bias
-    if d_bias is None:
-        d_bias = query.new_empty(0, dtype=dtype)
-    elif attn_bias is not None:
-        d_bias = d_bias.view(attn_bias.shape).to(attn_bias.dtype)
-    return gradients.query.view(query.shape), gradients.key.view(key.shape), gradients.value.view(value.shape), d_bias
+                _backward_in_log_domain(problem, group, settings, d_output, gradients, torch.float64, damping)
+    return gradients.like(query, key, value, attn_bias)
 
 
 def _run_backward(
@@ -410,8 +443,9 @@ def _run_backward(
     u: Tensor,
     v: Tensor,
     gradients: Gradients,
+    correct: Callable[..., tuple[Tensor, Tensor]] = scores_gradient,
 ) -> None:
-    """Backward of some heads that have the same mode.
+    """Backward of some heads that have the same mode; `correct` differentiates the half-steps.
 
     The rank-T correction begins with the sums of P * dL/dP over rows and columns. They equal dO.O and V.dV, and then
     one product makes both terms of dL/dC. Where the map is peaked, though, dL/dC is nearly nothing, and rounding the
@@ -456,7 +490,7 @@ def _run_backward(
         correction = ratio, u, v, n_iters
         if not peaked:
             row_sums, column_sums = _dot(d_out, output[heads]), _dot(value, d_value)
-            rank = scores_gradient(map_, *correction, row_sums, column_sums, detached)
+            rank = correct(map_, *correction, row_sums, column_sums, detached)
             if wide and dropout is None:
                 _product_with(work, (left, right), (rank[0].transpose(1, 2), rank[1].transpose(1, 2)))
             else:
@@ -472,7 +506,7 @@ def _run_backward(
                 torch.mul(work, map_, out=weighted)
                 row_sums = torch.bmm(weighted.new_ones(1, 1, m).expand(count, 1, -1), weighted.transpose(1, 2))
                 column_sums = torch.bmm(weighted.new_ones(1, 1, n).expand(count, 1, -1), weighted)
-            rank = scores_gradient(map_, *correction, row_sums, column_sums, detached)
+            rank = correct(map_, *correction, row_sums, column_sums, detached)
             work.baddbmm_(rank[0].transpose(1, 2), rank[1])
         gradients.write(heads, query, key, map_.mul_(work), d_value)
 
@@ -511,21 +545,22 @@ def _backward_in_log_domain(
     d_output: Tensor,
     gradients: Gradients,
     dtype: torch.dtype,
+    damping: float,
 ) -> None:
-    if isinstance(heads, Tensor) and _is_too_large_for_float64(problem):
+    if isinstance(heads, Tensor) and damping == 1.0 and _is_too_large_for_float64(problem):
         backward_by_blocks(problem, heads, settings, d_output, gradients, dtype)
         return
     n_iters, detached = settings
     scores, value = problem.scores(heads, dtype, 1.0), problem.values(heads, dtype)
     d_out = hide(d_output[heads].to(dtype), problem.query_mask, heads)
-    coupling = log_domain_coupling(scores, n_iters)[2]
+    coupling = log_domain_coupling(scores, n_iters, damping)[2]
     d_coupling = torch.bmm(d_out, value.transpose(1, 2))
     dropout = problem.dropout(heads, dtype)
     if dropout is not None:
         coupling.mul_(dropout)
         d_coupling.mul_(dropout)
     d_value = torch.bmm(coupling.transpose(1, 2), d_out)
-    d_scores = log_domain_scores_gradient(scores, n_iters, d_coupling, detached)
+    d_scores = log_domain_scores_gradient(scores, n_iters, d_coupling, detached, damping)
     gradients.write(heads, problem.queries(heads, dtype), problem.keys(heads, dtype), d_scores, d_value)
 
 

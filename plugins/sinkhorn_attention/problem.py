@@ -180,6 +180,15 @@ class Gradients:
         part = self.value[heads]
         return part if part.dtype == self.problem.dtype else torch.empty_like(part, dtype=self.problem.dtype)
 
+    def like(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients in the shapes of the call's tensors, the bias's in its dtype, or empty if it is not wanted."""
+        tokens = self.query.view(query.shape), self.key.view(key.shape), self.value.view(value.shape)
+        if self.bias is None or attn_bias is None:
+            return *tokens, query.new_empty(0, dtype=self.problem.dtype)
+        return *tokens, self.bias.view(attn_bias.shape).to(attn_bias.dtype)
+
     def add_bias(self, heads: Tensor | slice, scores: Tensor, rows: slice | None = None) -> None:
         """Adds dL/dC of some heads (and rows) to the gradient of the bias, if it is wanted."""
         if self.bias is None or self.problem.bias_head is None:
