@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..elementwise import sigmoid_attention
 from .base import Normalizer, register_normalizer
 from .scores import support_of
 
@@ -32,6 +33,19 @@ class Sigmoid(Normalizer):
 
     def extra_repr(self) -> str:
         return "bias=-log(m)" if self.bias is None else f"bias={self.bias}"
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+        attn_bias: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        return sigmoid_attention(query, key, value, self.bias, scale, attn_bias, query_mask, key_mask, dropout_p)
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
         support = support_of(scores, query_mask, key_mask)

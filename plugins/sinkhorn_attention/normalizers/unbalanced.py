@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..damped import damped_attention
 from ..functional import check_n_iters
 from .base import Normalizer, register_normalizer
 from .scores import support_of
@@ -47,6 +48,21 @@ class UnbalancedSinkhorn(Normalizer):
 
     def extra_repr(self) -> str:
         return f"n_iters={self.n_iters}, rho={self.rho}"
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+        attn_bias: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        return damped_attention(
+            query, key, value, self.n_iters, self.damping, scale, attn_bias, query_mask, key_mask, dropout_p
+        )
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
         support = support_of(scores, query_mask, key_mask)

@@ -1,0 +1,158 @@
+"""The engine for maps whose entries know nothing of each other: sigmoid attention.
+
+Chunks of heads that fit the cache, as in dense.py, but no half-steps and no guard: an entry is sigmoid(C + b), within
+[0, 1] whatever the score, and its derivative is p (1 - p). Saved for backward are the inputs, the output and one number
+b per head; backward makes the map again. Padding stands as zeros in queries, keys and values, so that the map may hold
+any number there.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dense import BACKWARD_CHUNKS, attention_problem, chunk_size, fill_scores
+from .functional import COUPLING_INSTEAD, attention_by
+from .operators import AttentionOperator, compute_dtype, without_autocast
+from .problem import Gradients, Problem, hide
+from .scratch import borrow
+
+
+def sigmoid_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: float | None,
+    scale: float | None,
+    attn_bias: Tensor | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """Attention whose map is sigmoid(scale * query @ key^T + attn_bias + bias).
+
+    Args:
+        query: (..., n, d), floating.
+        key: (..., m, d).
+        value: (..., m, d_v).
+        bias: added to the scores; None is -log of the number of keys that have support, for each head.
+        scale: factor of the scores, d ** -0.5 by default.
+        attn_bias: as in `sinkhorn_attention`, as are the masks; may be causal.
+        query_mask: (n,) or (..., n).
+        key_mask: (m,) or (..., m).
+        dropout_p: probability of dropping an entry of the map.
+
+    Returns:
+        (..., n, d_v) in the promoted dtype of the inputs; 0 at masked queries.
+
+    Raises:
+        ValueError: names the argument, what it got and what it needs.
+        NotImplementedError: under torch.func transforms and forward-mode derivatives.
+    """
+    options = scale, attn_bias, query_mask, key_mask, dropout_p
+    return attention_by(sigmoid_engine, (bias,), query, key, value, *options, row_wise=True)
+
+
+def empty_state(like: Tensor, heads: int, n: int, m: int, bias: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What forward saves beside its output: each head's bias, (heads,), between two empty tensors."""
+    empty, dtype = like.new_empty(0, dtype=torch.uint8), compute_dtype(like)
+    return like.new_empty(0, dtype=dtype), like.new_empty(heads, dtype=dtype), empty
+
+
+def attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: float | None, scale: float, *masks: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Forward of the sigmoid engine; the other arguments as `dense.attention_forward`."""
+    problem = attention_problem(query, key, value, scale, *masks)
+    result = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=problem.dtype)
+    output = result.view(problem.heads, problem.n, -1)
+    nothing, biases, nothing_else = empty_state(query, problem.heads, problem.n, problem.m, bias)
+    with without_autocast(query):
+        for heads in _chunks(problem, chunk_size(query, key)):
+            with _maps(problem, heads, 1) as (map_,):
+                _fill_logits(problem, heads, problem.queries(heads), problem.keys(heads), map_)
+                biases[heads] = -_log_support(problem, heads, map_) if bias is None else bias
+                map_.add_(biases[heads].view(-1, 1, 1)).sigmoid_()
+                dropout = problem.dropout(heads)
+                if dropout is not None:
+                    map_.mul_(dropout)
+                torch.bmm(map_, problem.values(heads), out=output[heads])
+            if problem.query_mask is not None:
+                output[heads] = hide(output[heads], problem.query_mask, heads)
+    return result, nothing, biases, nothing_else
+
+
+def attention_backward(
+    output_gradient: Tensor,
+    output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    nothing: Tensor,
+    biases: Tensor,
+    nothing_else: Tensor,
+    bias: float | None,
+    scale: float,
+    attn_bias: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients with respect to query, key, value and, if asked for, attn_bias (otherwise an empty tensor)."""
+    *masks, bias_gradient = options
+    problem = attention_problem(query, key, value, scale, attn_bias, *masks)
+    gradients = Gradients(problem, bias_gradient)
+    d_output = output_gradient.reshape(problem.heads, problem.n, -1)
+    with without_autocast(query):
+        for heads in _chunks(problem, chunk_size(query, key, BACKWARD_CHUNKS)):
+            tokens = problem.queries(heads), problem.keys(heads)
+            d_out = hide(d_output[heads].to(problem.dtype), problem.query_mask, heads)
+            dropout, d_value = problem.dropout(heads), gradients.value_of(heads)
+            with _maps(problem, heads, 2) as (map_, work):
+                _fill_logits(problem, heads, *tokens, map_)
+                map_.add_(biases[heads].view(-1, 1, 1)).sigmoid_()
+                kept = map_ if dropout is None else torch.mul(map_, dropout, out=work)
+                torch.bmm(kept.transpose(1, 2), d_out, out=d_value)
+                torch.bmm(d_out, problem.values(heads).transpose(1, 2), out=work)
+                if dropout is not None:
+                    work.mul_(dropout)
+                torch.ops.aten.sigmoid_backward.grad_input(work, map_, grad_input=work)  # p (1 - p) in one pass
+                gradients.write(heads, *tokens, work, d_value)
+    return gradients.like(query, key, value, attn_bias)
+
+
+def _chunks(problem: Problem, size: int) -> list[slice]:
+    return [slice(start, min(start + size, problem.heads)) for start in range(0, problem.heads, size)]
+
+
+def _maps(problem: Problem, heads: slice, count: int) -> Any:
+    """Context of `count` uninitialised maps (heads, n, m)."""
+    assert problem.query is not None
+    shape, device = (heads.stop - heads.start, problem.n, problem.m), problem.query.device
+    if device.type == "cpu":
+        return borrow(*[shape] * count, dtype=problem.dtype)
+    return nullcontext([torch.empty(shape, dtype=problem.dtype, device=device) for _ in range(count)])
+
+
+def _fill_logits(problem: Problem, heads: slice, query: Tensor, key: Tensor, logits: Tensor) -> None:
+    """Fills logits (heads, n, m) with the scores."""
+    fill_scores(problem, heads, query, key, logits, 1.0)
+    if problem.attn_bias is not None:  # padding may hold anything, NaN too
+        problem.hide_scores_(logits, heads)
+
+
+def _log_support(problem: Problem, heads: slice, scores: Tensor) -> Tensor:
+    """Log of the number of keys that some query may see, (heads,); 0 where there is none."""
+    if problem.attn_bias is not None:
+        keys = (scores.amax(1) != -math.inf).sum(1)
+    elif problem.key_mask is None:
+        keys = torch.full((heads.stop - heads.start,), problem.m, device=scores.device)
+    else:
+        keys = problem.key_mask[heads].sum(1)
+    # Without a valid query the map is 0 whatever the count is.
+    return keys.clamp(min=1).to(scores.dtype).log()
+
+
+sigmoid_engine = AttentionOperator(
+    "sigmoid", attention_forward, attention_backward, empty_state, "float? bias, float scale", COUPLING_INSTEAD
+)
