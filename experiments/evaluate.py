@@ -1,6 +1,7 @@
 """A finished run again: `python -m experiments.evaluate RUN [--split test]`, or `load_run(RUN)` in Python."""
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from .data.base import DataModule
 from .errors import RunError
-from .files import explain_full_disk
+from .files import explain_full_disk, write_atomic
 from .runners import lightning
 from .runners.checkpoints import read_checkpoint
 from .runners.classifier import Classifier
@@ -173,8 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             epoch = run.result[options.at]["epoch"]
             if options.predictions is not None:
                 with explain_full_disk(f"{options.predictions} was not written"):
-                    torch.save(run.predictions(options.split)._asdict(), options.predictions)
-    except RunError as error:
+                    buffer = io.BytesIO()  # torch reports a full disk, and a folder that is not there, as RuntimeError
+                    torch.save(run.predictions(options.split)._asdict(), buffer)
+                    write_atomic(options.predictions, buffer.getbuffer())
+    except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     words = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())

@@ -1,7 +1,7 @@
 """What the training loop asks of a data set: hashed splits, and loaders whose order depends on (seed, epoch) alone."""
 
 import hashlib
-import os
+import io
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ..files import write_atomic
 from ..seeding import generator
 
 SPLITS = ("train", "val", "test")
@@ -239,10 +240,7 @@ def cached(path: Path, build: Callable[[], Mapping[str, np.ndarray]]) -> dict[st
             except (OSError, ValueError, EOFError, zipfile.BadZipFile):
                 path.unlink()
         arrays = dict(build())
-        temporary = path.with_name(f".{path.name}.tmp")
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]
+        write_atomic(path, buffer.getbuffer())
         return arrays

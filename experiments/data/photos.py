@@ -5,6 +5,7 @@ that square. So its pixels can be kept: 25,000 of 224 by 224 take 3.8 GB, which 
 """
 
 import io
+import math
 import os
 import shutil
 import warnings
@@ -25,7 +26,7 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as transforms
 
 from ..errors import RunError
-from ..files import sync_folder
+from ..files import explain_full_disk, sync_folder
 from ..seeding import stream_seed
 from .base import Batch, SampleKey
 
@@ -121,6 +122,14 @@ class PhotoStore:
     def _fill(self, target: Path, size: int, quiet: bool) -> None:
         temporary = target.with_name(f".{target.name}.tmp")
         shape = (len(self), size, size, 3)
+        # A mapped file on a full disk would end the process by a signal, so its space is taken first.
+        with explain_full_disk("data.cache=none keeps no pixels"), open(temporary, "wb") as file:
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, math.prod(shape))
+            except OSError:
+                temporary.unlink()
+                raise
         array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
         console = Console(stderr=True, quiet=quiet)
         rows: Iterable[int] = range(len(self))

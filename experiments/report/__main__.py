@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ..errors import RunError
+from ..files import explain_full_disk
 from .cells import Results, analyse
 from .claims import Finding, findings
 from .collect import NOT_SEARCHED, RUN_FILES, Problem, collect, path_words
@@ -67,10 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.readme:
             return _readme(options.paths)
-        if options.watch is not None:
-            return _watch(options.paths, options.out, options.watch, console)
-        return _report(options.paths, options.out, console)
-    except (OSError, ValueError) as error:
+        with explain_full_disk("the page and its files are each the new one or the one before"):
+            if options.watch is not None:
+                return _watch(options.paths, options.out, options.watch, console)
+            return _report(options.paths, options.out, console)
+    except (OSError, ValueError, RunError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
 

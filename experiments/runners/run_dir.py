@@ -44,7 +44,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from ..errors import RunError
-from ..files import write_atomic, write_json
+from ..files import explain_full_disk, write_atomic, write_json
 
 # Where the work is done and how it is shown. `learning_rates` is the table that optimizer.lr is looked up in.
 NOT_IDENTITY = (
@@ -187,8 +187,8 @@ class RunDir:
             threads: CPU threads of torch.
 
         Raises:
-            RunError: where another process is at this run, or the folder belongs to another configuration, or cannot be
-                made.
+            RunError: where another process is at this run, the folder belongs to another configuration or cannot be
+                made, or the disk is full.
         """
         lock = FileLock(self.path / ".lock")
         try:
@@ -202,17 +202,18 @@ class RunDir:
                 f"the run's folder {self.path} cannot be written ({reason}): give another folder of runs, paths.runs=…"
             ) from error
         try:
-            self._begin(command, facts, devices, threads)
-            try:
-                yield
-            except BaseException as error:
-                stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-                # A full disk must not hide the fault that is being recorded.
-                with suppress(OSError):
-                    message = str(error).strip() or type(error).__name__
-                    self._end("interrupted" if stopped else "failed", message.splitlines()[0])
-                raise
-            self._end("finished")
+            with explain_full_disk(f"{self.path} stands at its last checkpoint"):
+                self._begin(command, facts, devices, threads)
+                try:
+                    yield
+                except BaseException as error:
+                    stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+                    # A full disk must not hide the fault that is being recorded.
+                    with suppress(OSError):
+                        message = str(error).strip() or type(error).__name__
+                        self._end("interrupted" if stopped else "failed", message.splitlines()[0])
+                    raise
+                self._end("finished")
         finally:
             lock.release()
 

@@ -45,6 +45,9 @@ def test_a_moved_run_and_moved_data(finished, tmp_path, data_folder):
 
 
 def test_the_command(finished, tmp_path, capsys):
+    nowhere = tmp_path / "nowhere" / "predictions.pt"
+    assert evaluate.main([str(finished()), "--predictions", str(nowhere)]) == 1
+    assert "error: [Errno 2] No such file or directory" in capsys.readouterr().err
     file = tmp_path / "predictions.pt"
     assert evaluate.main([str(finished()), "--predictions", str(file)]) == 0
     words = capsys.readouterr().out

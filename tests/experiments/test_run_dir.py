@@ -203,6 +203,25 @@ def test_full_disk_while_a_checkpoint_is_written(runs, monkeypatch, finished):
     assert (folder / "result.json").read_bytes() == (finished() / "result.json").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+def test_full_disk_while_a_record_is_written(runs, monkeypatch, finished, name):
+    def full(path, content):
+        if path.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        files.write_json(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir, "write_json", full)
+        with pytest.raises(
+            RunError, match=rf"the disk is full.*{name}.*stands at its last checkpoint. Free some space"
+        ):
+            runs.start()
+    outcome = runs.start()
+    assert not outcome.was_finished
+    for file in ("metrics.jsonl", "result.json"):
+        assert (outcome.folder / file).read_bytes() == (finished() / file).read_bytes()
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, number):
     path = tmp_path / "file"

@@ -1,5 +1,6 @@
 """Dogs vs Cats from archive to batches, on photographs of a few pixels."""
 
+import errno
 import io
 import json
 import os
@@ -327,6 +328,19 @@ def test_an_unreadable_array_is_made_anew(tmp_path, kaggle):
     os.truncate(path, path.stat().st_size // 2)
     again, _ = batch(CatsDogs(**settings(tmp_path, cache="arrays")))
     assert torch.equal(first, again)
+
+
+def test_pixels_on_a_full_disk_are_told_in_one_sentence(tmp_path, kaggle, monkeypatch):
+    cats_dogs.prepare(tmp_path, kaggle, jobs=1, quiet=True)
+
+    def full(descriptor, offset, length):
+        assert (offset, length) == (0, 105 * 16 * 16 * 3)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(photos.os, "posix_fallocate", full)
+    with pytest.raises(RunError, match=r"the disk is full.*data\.cache=none"):
+        CatsDogs(**settings(tmp_path, cache="arrays")).dataset(["val"])
+    assert not list((tmp_path / "cats_dogs").glob("*pixels*.tmp"))
 
 
 def test_crops_follow_from_seed_epoch_and_sample_alone(store):
