@@ -159,6 +159,15 @@ def test_on_a_phone_only_tables_scroll_sideways(browser, page):
     )
 
 
+def test_long_names_do_not_widen_a_phone_s_page(browser, page):
+    browser.size(390, 844, mobile=True)
+    browser.open(page, "shapes_set")
+    browser.value("document.querySelectorAll('details').forEach(each => each.open = true)")
+    for selector in ("nav a", "h2", "#shapes_set dt", "#shapes_set dd", "#shapes_set summary"):
+        browser.value(f"document.querySelector('{selector}').textContent = 'e'.repeat(400)")
+        assert browser.value("document.documentElement.scrollWidth") == 390, selector
+
+
 def test_on_paper_the_cards_are_open_and_there_are_no_controls(browser, page):
     browser.open(page, "mnist_patches")
     assert browser.pdf().startswith(b"%PDF")
