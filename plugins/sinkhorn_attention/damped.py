@@ -31,7 +31,6 @@ from .dense import (
     chunk_size,
     forward_with_guard,
     half_steps,
-    in_log_domain_throughout,
     make_kernel,
     scores_gradient,
 )
@@ -88,8 +87,7 @@ def empty_state(like: Tensor, heads: int, n: int, m: int, n_iters: int) -> tuple
     (2 * (T//2) + 1, heads, m), so that the first and the last are scalings.
     """
     u, v, mode = empty_dense_state(like, heads, n, m, n_iters)
-    n_columns = 0 if in_log_domain_throughout(like.device) else 2 * (n_iters // 2) + 1
-    return u, v.new_empty(n_columns, heads, m), mode
+    return u, v.new_empty(max(2 * len(v) - 1, 0), heads, m), mode
 
 
 def attention_forward(
