@@ -1,10 +1,12 @@
 """What the engines of `unbalanced_sinkhorn` and `sigmoid` owe every caller, against `from_scores` in float64."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from sinkhorn_attention import Normalizer, damped, dense, elementwise, get_normalizer
+from sinkhorn_attention import Normalizer, damped, dense, elementwise, get_normalizer, scratch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -323,3 +325,26 @@ def test_saves_no_map_for_backward(normalizer) -> None:
     bias = torch.randn(n, m, requires_grad=True)
     assert saved_bytes(normalizer, inputs, attn_bias=bias) <= without_map + n * m * 4
     assert saved_bytes(normalizer, inputs, dropout_p=0.1) <= without_map + heads * n * m
+
+
+@pytest.mark.parametrize(("std", "maps"), [(0.3, 2), (40.0, 3)])
+def test_maps_alive(normalizer, monkeypatch, std: float, maps: int) -> None:
+    """Two maps of a chunk at once, three where a damped one is peaked or shifted, whatever the number of half-steps."""
+    monkeypatch.setattr(dense, "CHUNK_BYTES", 1)  # one head
+    borrowed, peak, honest = [0], [0], scratch.borrow
+
+    @contextmanager
+    def counting(*shapes: tuple[int, ...], dtype: torch.dtype) -> Iterator[list[Tensor]]:
+        size = sum(math.prod(shape) for shape in shapes)
+        borrowed[0] += size
+        peak[0] = max(peak[0], borrowed[0])
+        with honest(*shapes, dtype=dtype) as tensors:
+            yield tensors
+        borrowed[0] -= size
+
+    for module in (dense, damped, elementwise):
+        monkeypatch.setattr(module, "borrow", counting)
+    n, m, width = 96, 80, 8
+    query, key, value = tokens(2, 3, n=n, m=m, width=width)
+    normalizer.attend(std * query, key, value).sum().backward()
+    assert n * m <= peak[0] <= maps * n * (m + 8) + (n + m) * (width + 8)
