@@ -201,12 +201,23 @@ def scores_gradient(
     return torch.cat(left, 1), torch.cat(right, 1)
 
 
-def fill_scores(problem: Problem, heads: slice, query: Tensor, key: Tensor, scores: Tensor, unit: float) -> None:
-    """Fills scores (heads, n, m) with `unit` times those of the chunk's queries and keys; padding is not hidden."""
+def fill_scores(
+    problem: Problem,
+    heads: slice,
+    query: Tensor,
+    key: Tensor,
+    scores: Tensor,
+    unit: float,
+    rows: slice = slice(None),
+) -> None:
+    """Fills scores (heads, n, m) with `unit` times those of the given queries and keys; padding is not hidden.
+
+    `rows` says which queries of the heads are given.
+    """
     torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=problem.scale * unit, out=scores)
     bias = problem.bias(heads)
     if bias is not None:
-        scores.add_(bias, alpha=unit)
+        scores.add_(bias if bias.shape[1] == 1 else bias[:, rows], alpha=unit)
 
 
 def make_kernel(

@@ -1,19 +1,20 @@
 """The engine for maps whose entries know nothing of each other: sigmoid attention.
 
-Chunks of heads that fit the cache, as in dense.py, but no half-steps and no guard: an entry is sigmoid(C + b), within
-[0, 1] whatever the score, and its derivative is p (1 - p). Saved for backward are the inputs, the output and one number
-b per head; backward makes the map again. Padding stands as zeros in queries, keys and values, so that the map may hold
-any number there.
+Chunks of heads that fit the cache, as in dense.py, or blocks of rows of one head, but no half-steps and no guard: an
+entry is sigmoid(C + b), within [0, 1] whatever the score, and its derivative is p (1 - p). Saved for backward are the
+inputs, the output and one number b per head; backward makes the map again. Padding stands as zeros in queries, keys and
+values, so that the map may hold any number there.
 """
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dense import BACKWARD_CHUNKS, attention_problem, chunk_size, fill_scores
+from .blockwise import block_rows
+from .dense import BACKWARD_CHUNKS, SLAB_BYTES, attention_problem, chunk_size, fill_scores
 from .functional import COUPLING_INSTEAD, attention_by
 from .operators import AttentionOperator, compute_dtype, without_autocast
 from .problem import Gradients, Problem, hide
@@ -70,15 +71,16 @@ def attention_forward(
     output = result.view(problem.heads, problem.n, -1)
     nothing, biases, nothing_else = empty_state(query, problem.heads, problem.n, problem.m, bias)
     with without_autocast(query):
-        for heads in _chunks(problem, chunk_size(query, key)):
-            with _maps(problem, heads, 1) as (map_,):
-                _fill_logits(problem, heads, problem.queries(heads), problem.keys(heads), map_)
-                biases[heads] = -_log_support(problem, heads, map_) if bias is None else bias
-                map_.add_(biases[heads].view(-1, 1, 1)).sigmoid_()
-                dropout = problem.dropout(heads)
-                if dropout is not None:
-                    map_.mul_(dropout)
-                torch.bmm(map_, problem.values(heads), out=output[heads])
+        for heads, spans in _chunks(problem, chunk_size(query, key)):
+            queries, keys, values = problem.queries(heads), problem.keys(heads), problem.values(heads)
+            biases[heads] = -_log_support(problem, heads, spans) if bias is None else bias
+            for rows in spans:
+                with _scratch(problem, heads, rows, 1) as (map_,):
+                    _fill_map(problem, heads, rows, queries, keys, biases, map_)
+                    dropout = problem.dropout(heads, rows=rows)
+                    if dropout is not None:
+                        map_.mul_(dropout)
+                    output[heads, rows] = torch.bmm(map_, values)
             if problem.query_mask is not None:
                 output[heads] = hide(output[heads], problem.query_mask, heads)
     return result, nothing, biases, nothing_else
@@ -104,53 +106,74 @@ def attention_backward(
     gradients = Gradients(problem, bias_gradient)
     d_output = output_gradient.reshape(problem.heads, problem.n, -1)
     with without_autocast(query):
-        for heads in _chunks(problem, chunk_size(query, key, BACKWARD_CHUNKS)):
-            tokens = problem.queries(heads), problem.keys(heads)
+        for heads, spans in _chunks(problem, chunk_size(query, key, BACKWARD_CHUNKS)):
+            queries, keys, values = problem.queries(heads), problem.keys(heads), problem.values(heads)
             d_out = hide(d_output[heads].to(problem.dtype), problem.query_mask, heads)
-            dropout, d_value = problem.dropout(heads), gradients.value_of(heads)
-            with _maps(problem, heads, 2) as (map_, work):
-                _fill_logits(problem, heads, *tokens, map_)
-                map_.add_(biases[heads].view(-1, 1, 1)).sigmoid_()
-                kept = map_ if dropout is None else torch.mul(map_, dropout, out=work)
-                torch.bmm(kept.transpose(1, 2), d_out, out=d_value)
-                torch.bmm(d_out, problem.values(heads).transpose(1, 2), out=work)
-                if dropout is not None:
-                    work.mul_(dropout)
-                torch.ops.aten.sigmoid_backward.grad_input(work, map_, grad_input=work)  # p (1 - p) in one pass
-                gradients.write(heads, *tokens, work, d_value)
+            d_query, d_key, d_value = gradients.parts_of(heads)
+            for rows in spans:
+                add = int(rows.start > 0)
+                dropout = problem.dropout(heads, rows=rows)
+                with _scratch(problem, heads, rows, 2) as (map_, work):
+                    _fill_map(problem, heads, rows, queries, keys, biases, map_)
+                    kept = map_ if dropout is None else torch.mul(map_, dropout, out=work)
+                    d_value.baddbmm_(kept.transpose(1, 2), d_out[:, rows], beta=add)
+                    torch.bmm(d_out[:, rows], values.transpose(1, 2), out=work)
+                    if dropout is not None:
+                        work.mul_(dropout)
+                    torch.ops.aten.sigmoid_backward.grad_input(work, map_, grad_input=work)  # p (1 - p) in one pass
+                    d_query[:, rows].baddbmm_(work, keys, beta=0, alpha=scale)
+                    d_key.baddbmm_(work.transpose(1, 2), queries[:, rows], beta=add, alpha=scale)
+                    gradients.add_bias(heads, work, rows)
+            gradients.put(heads, d_query, d_key, d_value)
     return gradients.like(query, key, value, attn_bias)
 
 
-def _chunks(problem: Problem, size: int) -> list[slice]:
-    return [slice(start, min(start + size, problem.heads)) for start in range(0, problem.heads, size)]
-
-
-def _maps(problem: Problem, heads: slice, count: int) -> Any:
-    """Context of `count` uninitialised maps (heads, n, m)."""
+def _chunks(problem: Problem, size: int) -> list[tuple[slice, list[slice]]]:
+    """Groups of at most `size` heads, each with the blocks of rows that it is passed in: one, unless it is large."""
     assert problem.query is not None
-    shape, device = (heads.stop - heads.start, problem.n, problem.m), problem.query.device
+    n, m, step = problem.n, problem.m, problem.n
+    if problem.query.device.type == "cpu" and n * m * problem.dtype.itemsize > SLAB_BYTES:
+        step = block_rows(1, n, m, problem.dtype)
+    spans = [slice(start, min(start + step, n)) for start in range(0, n, step)]
+    return [(slice(start, min(start + size, problem.heads)), spans) for start in range(0, problem.heads, size)]
+
+
+def _scratch(problem: Problem, heads: slice, rows: slice, count: int) -> AbstractContextManager[list[Tensor]]:
+    """Context of `count` uninitialised blocks (heads, rows, m)."""
+    assert problem.query is not None
+    shape, device = (heads.stop - heads.start, rows.stop - rows.start, problem.m), problem.query.device
     if device.type == "cpu":
         return borrow(*[shape] * count, dtype=problem.dtype)
     return nullcontext([torch.empty(shape, dtype=problem.dtype, device=device) for _ in range(count)])
 
 
-def _fill_logits(problem: Problem, heads: slice, query: Tensor, key: Tensor, logits: Tensor) -> None:
-    """Fills logits (heads, n, m) with the scores."""
-    fill_scores(problem, heads, query, key, logits, 1.0)
+def _fill_map(
+    problem: Problem, heads: slice, rows: slice, query: Tensor, key: Tensor, biases: Tensor, map_: Tensor
+) -> None:
+    """Fills a block of the map (heads, rows, m) from all queries and keys of the heads, and all heads' biases."""
+    fill_scores(problem, heads, query[:, rows], key, map_, 1.0, rows)
     if problem.attn_bias is not None:  # padding may hold anything, NaN too
-        problem.hide_scores_(logits, heads)
+        problem.hide_scores_(map_, heads, rows)
+    map_.add_(biases[heads].view(-1, 1, 1)).sigmoid_()
 
 
-def _log_support(problem: Problem, heads: slice, scores: Tensor) -> Tensor:
+def _log_support(problem: Problem, heads: slice, spans: list[slice]) -> Tensor:
     """Log of the number of keys that some query may see, (heads,); 0 where there is none."""
-    if problem.attn_bias is not None:
-        keys = (scores.amax(1) != -math.inf).sum(1)
-    elif problem.key_mask is None:
-        keys = torch.full((heads.stop - heads.start,), problem.m, device=scores.device)
-    else:
-        keys = problem.key_mask[heads].sum(1)
-    # Without a valid query the map is 0 whatever the count is.
-    return keys.clamp(min=1).to(scores.dtype).log()
+    assert problem.query is not None
+    keys = torch.ones(heads.stop - heads.start, problem.m, dtype=torch.bool, device=problem.query.device)
+    bias = problem.bias(heads)
+    if bias is not None:
+        seen = torch.zeros_like(keys)
+        for rows in spans:
+            support = (bias if bias.shape[1] == 1 else bias[:, rows]) != -math.inf
+            if problem.query_mask is not None:
+                support = support & problem.query_mask[heads, rows].unsqueeze(2)
+            seen |= support.any(1)
+        keys = seen
+    if problem.key_mask is not None:
+        keys &= problem.key_mask[heads]
+    # Without a valid query the map is 0, whatever the count is.
+    return keys.sum(1).clamp(min=1).to(problem.dtype).log()
 
 
 sigmoid_engine = AttentionOperator(

@@ -180,6 +180,19 @@ class Gradients:
         part = self.value[heads]
         return part if part.dtype == self.problem.dtype else torch.empty_like(part, dtype=self.problem.dtype)
 
+    def parts_of(self, heads: slice) -> list[Tensor]:
+        """Where the gradients of some heads may be written before `put`, in the dtype of the arithmetic."""
+        parts = [gradient[heads] for gradient in (self.query, self.key, self.value)]
+        dtype = self.problem.dtype
+        return [part if part.dtype == dtype else torch.empty_like(part, dtype=dtype) for part in parts]
+
+    def put(self, heads: slice, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Takes the gradients of some heads to the inputs; masked values get zeros."""
+        value = hide(value, self.problem.key_mask, heads)
+        for gradient, part in ((self.query, query), (self.key, key), (self.value, value)):
+            if part.data_ptr() != gradient[heads].data_ptr():
+                gradient[heads] = part.to(gradient.dtype)
+
     def like(
         self, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

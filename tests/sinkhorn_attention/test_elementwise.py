@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sinkhorn_attention import elementwise, get_normalizer
+from sinkhorn_attention import blockwise, elementwise, get_normalizer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -52,6 +52,22 @@ def test_a_causal_bias(make_problem, matches_definition, dtype) -> None:
     matches_definition(get_normalizer("sigmoid"), make_problem(7, 7, attn_bias=causal == 0), dtype)
     rows = {"query_mask": random_mask(2, 3, 7), "key_mask": random_mask(2, 1, 7, seed=1)}
     matches_definition(get_normalizer("sigmoid"), make_problem(7, 7, attn_bias=causal, **rows), dtype)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_a_large_map_is_passed_in_blocks_of_rows(make_problem, matches_definition, monkeypatch, dtype) -> None:
+    monkeypatch.setattr(elementwise, "SLAB_BYTES", 1)
+    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 1)  # 16 rows
+    borrowed, honest = set(), elementwise.borrow
+    monkeypatch.setattr(
+        elementwise, "borrow", lambda *shapes, **given: borrowed.update(shapes) or honest(*shapes, **given)
+    )
+    masks = {"query_mask": random_mask(2, 3, 40), "key_mask": random_mask(2, 1, 9, seed=1), "dropout_p": 0.2}
+    bias = torch.randn(3, 40, 9).double().masked_fill(~random_mask(3, 40, 9), -math.inf)
+    bias[1, :, 2] = bias[2, 20] = -math.inf
+    for options in ({}, masks, {"attn_bias": bias}, {"attn_bias": bias, **masks}, {"attn_bias": bias[:, :1], **masks}):
+        matches_definition(get_normalizer("sigmoid"), make_problem(40, 9, **options), dtype)
+    assert {rows for _, rows, _ in borrowed} == {16, 8}
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
