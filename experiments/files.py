@@ -66,9 +66,17 @@ def explain_full_disk(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full_disk(error):
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        raise RunError(
-            f"the disk is full, or its quota used up{where}: {what}. Free some space and give the same command again"
-        ) from error
+        raise RunError(full_disk(error, what)) from error
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error is "no space left" or "quota exceeded"."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def full_disk(error: OSError, what: str) -> str:
+    """The sentence for such an error."""
+    where = f" ({error.filename})" if error.filename else ""
+    return f"the disk is full, or its quota used up{where}: {what}. Free some space and give the same command again"

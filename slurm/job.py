@@ -159,7 +159,10 @@ class _Watch:
     def _record(self, event: str, **facts: Any) -> None:
         if self.first and self.job.submission:
             here = {"job_id": job_id(), "restart": self.restart, "node": _node()}
-            record_event(Path(self.job.submission), self.job.index, event, **facts, **here)
+            try:
+                record_event(Path(self.job.submission), self.job.index, event, **facts, **here)
+            except OSError as error:  # a full disk must not keep a run from being requeued
+                print(f"job: it is not written down that the run {event}: {error}", file=sys.stderr)
 
     def _events(self) -> list[dict[str, Any]]:
         return read_events(Path(self.job.submission), self.job.index) if self.job.submission else []

@@ -109,13 +109,13 @@ def one_at_a_time(runs: Path) -> Iterator[None]:
     """Holds the folder of runs against other submitters. The lock is the kernel's: it falls with its holder.
 
     Raises:
-        RunError: where another submitter holds it for minutes.
+        RunError: where another submitter holds it for minutes, or it cannot be written.
     """
     parent = runs / FOLDER
-    parent.mkdir(parents=True, exist_ok=True)
     holder = parent / "submitter"
     lock = FileLock(parent / ".lock")
     try:
+        parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         who = holder.read_text(encoding="utf-8").strip() if holder.is_file() else "unknown"
@@ -124,6 +124,9 @@ def one_at_a_time(runs: Path) -> Iterator[None]:
             lock.acquire(timeout=LOCK_TIMEOUT_S)
         except Timeout:
             raise RunError(f"another submitter ({who}) has held {runs} for {LOCK_TIMEOUT_S:g} s: see to it") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"the folder of runs {runs} cannot be written ({reason}): give another, paths.runs=…") from error
     try:
         holder.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield

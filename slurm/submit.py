@@ -24,6 +24,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
 from experiments.errors import RunError
+from experiments.files import explain_full_disk
 from experiments.train import say
 
 from . import cluster as clusters
@@ -298,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.dry_run:
             dry_run(options.overrides, options.array_parallelism)
             return
-        submission = submit(options.overrides, options.array_parallelism)
+        with explain_full_disk("what has been submitted by now stays"):
+            submission = submit(options.overrides, options.array_parallelism)
     except RunError as error:
         say(f"error: {error}")
         raise SystemExit(1) from None

@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Timeout:
         say("error: another slurm.sync is at work on these runs")
         return 1
-    except RunError as error:
+    except (RunError, OSError) as error:
         say(f"error: {error}")
         return 1
     except KeyboardInterrupt:

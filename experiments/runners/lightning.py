@@ -22,7 +22,7 @@ from sinkhorn_attention.diagnostics import record_attention
 from ..config import PRECISIONS
 from ..data.base import BatchSampler, DataModule
 from ..errors import RunError
-from ..files import explain_full_disk
+from ..files import explain_full_disk, full_disk, is_full_disk
 from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
 from .classifier import Classifier
@@ -179,7 +179,9 @@ def explained(section: str, values: Config) -> Iterator[None]:
         while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
             cause = cause.__cause__
         words = " ".join(str(cause).split())
-        if not isinstance(cause, ValueError | OSError | InstantiationException | MisconfigurationException):
+        if isinstance(cause, OSError) and is_full_disk(cause):
+            words = full_disk(cause, "nothing has been trained yet")
+        if not isinstance(cause, RunError | ValueError | OSError | InstantiationException | MisconfigurationException):
             given = ", ".join(f"{key}={value}" for key, value in values.items())
             words = f"{type(cause).__name__}: {words} (given {given})"
         raise RunError(f"{section}: {words}") from error

@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments import files
 from experiments.config import compose, resolve
+from experiments.data import base
 from experiments.errors import RunError
 from experiments.runners import checkpoints, classifier, run_dir
 
@@ -201,6 +202,18 @@ def test_full_disk_while_a_checkpoint_is_written(runs, monkeypatch, finished):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step00000004.ckpt"]
     runs.start()
     assert (folder / "result.json").read_bytes() == (finished() / "result.json").read_bytes()
+
+
+def test_full_disk_while_data_are_kept(runs, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(base, "write_atomic", full)
+    runs.data = runs.folder.parent / "data"
+    runs.data.mkdir()
+    with pytest.raises(RunError, match=r"^data: the disk is full.*digits.*: nothing has been trained"):
+        runs.start()
+    assert not runs.folder.exists()
 
 
 @pytest.mark.parametrize("name", ["run.json", "result.json"])

@@ -140,6 +140,17 @@ def test_preempted_requeues_its_own_task(node, signum):
     assert node.requeued() == ["requeue 123_4"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full, a disk without space, is Linux's")
+def test_requeued_from_a_full_disk(node):
+    (node.submission / "events-4.jsonl").symlink_to("/dev/full")
+    process = node.start()
+    assert node.stop(process, signal.SIGUSR2) == 143
+    assert node.requeued() == ["requeue 123_4"]
+    said = process.stderr.read().decode()
+    assert "job: it is not written down that the run requeued: [Errno 28]" in said
+    assert "Traceback" not in said
+
+
 def test_time_limits_are_counted_over_requeues(node):
     soon = (datetime.now() + timedelta(seconds=70)).isoformat(timespec="seconds")
     node.slurm_says(JobState="RUNNING", EndTime=soon, PreemptTime="None")

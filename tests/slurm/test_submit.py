@@ -1,5 +1,6 @@
 """Submitting, with a SLURM of shell scripts: what is asked of it, in which environment, and what is written down."""
 
+import errno
 import json
 import os
 import pickle
@@ -228,6 +229,28 @@ def test_dry_run_without_slurm(sweep, monkeypatch, capsys):
     shown = capsys.readouterr()
     assert "there is no SLURM here" in shown.err
     assert "#SBATCH --array=0-2%3" in shown.out
+
+
+@pytest.mark.parametrize("blocked", ["", ".submissions"])
+def test_a_folder_of_runs_that_cannot_be_written(login_node, sweep, blocked):
+    place = sweep.runs / blocked
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("a file")
+    with pytest.raises(RunError, match=r"the folder of runs .* cannot be written \(.*: give another, paths\.runs="):
+        submit.submit(sweep.overrides)
+    assert "--test-only" not in login_node.asked("sbatch")
+
+
+def test_full_disk(login_node, sweep, monkeypatch, capsys):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(submission, "write_json", full)
+    with pytest.raises(SystemExit):
+        submit.main(sweep.overrides)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: the disk is full")
+    assert "Traceback" not in said
 
 
 DOWN = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"

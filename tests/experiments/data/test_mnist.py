@@ -59,6 +59,11 @@ def test_mnist5k_parses_once(tmp_path, monkeypatch):
     np.testing.assert_array_equal(mnist5k.load(tmp_path)["images"], first["images"])
 
 
+def test_mnist5k_is_prepared_in_a_folder_that_is_not_there(tmp_path, capsys):
+    assert prepare.main(["mnist5k", "--folder", str(tmp_path / "new")]) == 0
+    assert f"5000 digits in {tmp_path / 'new' / 'mnist5k'}" in capsys.readouterr().out
+
+
 def test_mnist5k_checks_its_source(tmp_path, monkeypatch):
     monkeypatch.setattr(mnist5k, "SHA256", "0" * 64)
     with pytest.raises(ValueError, match="is not the expected file"):
