@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .guard import BOUNDED, FLUSH_LOG2, PEAK, SHIFTED
 from .log_domain import target_ratio
-from .problem import LOG2E, Gradients, Problem, hide
+from .problem import LOG2E, Gradients, Problem
 from .scratch import borrow
 
 #: Bytes of one block of rows for each thread, all heads of the chunk together. A block of 4,096 keys then has 256 rows:
@@ -228,7 +228,7 @@ class _Backward:
         self.problem, self.heads, self.blocks, self.work = problem, heads, blocks, work
         self.n_iters, self.detached = settings
         self.value, self.output = problem.values(heads), output[heads]
-        self.d_output = hide(d_output[heads].to(problem.dtype), problem.query_mask, heads)
+        self.d_output = problem.hide_rows(d_output[heads].to(problem.dtype), heads)
         self.left, self.right = self.d_output, self.value
         if blocks.mode == BOUNDED:  # K is the final coupling itself, and the scalings are relative to it
             self.ratio = problem.targets(heads)[2]
@@ -355,4 +355,4 @@ class _Backward:
             gradients.add_bias(heads, gradient, slice(start, stop))
         gradients.query[heads] = d_query.mul_(scale).to(gradients.query.dtype)
         gradients.key[heads] = d_key.mul_(scale).to(gradients.key.dtype)
-        gradients.value[heads] = hide(d_value, problem.key_mask, heads).to(gradients.value.dtype)
+        gradients.value[heads] = problem.hide_columns(d_value, heads).to(gradients.value.dtype)

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from . import blockwise
-from .guard import BOUNDED, FLUSH_LOG2, LOG_DOMAIN, PEAK, SHIFTED, bounded_heads, runs, trusted_heads
+from .guard import BOUNDED, FLUSH_LOG2, LOG_DOMAIN, PEAK, SHIFTED, bounded_heads, must_hide_padding, runs, trusted_heads
 from .log_domain import log_domain_coupling, log_domain_scores_gradient, target_ratio
 from .log_domain_blocks import backward_by_blocks, output_by_blocks
 from .operators import AttentionOperator, CouplingOperator, State, compute_dtype
-from .problem import LOG2E, Gradients, Problem, hide
+from .problem import LOG2E, Gradients, Problem
 from .scratch import borrow, hold
 
 #: Bytes of K that a chunk of heads may take on the CPU for each thread: it stays in a core's cache (2 MB where this was
@@ -329,6 +329,7 @@ def forward_with_guard(
                 output[heads] = _output_in_log_domain(problem, heads, n_iters, problem.dtype, damping)
             return result, u, v, mode
         mode.copy_(~bounded_heads(problem))
+        problem.hides_padding = must_hide_padding(problem, value)
         for heads, head_mode in runs(mode.tolist(), size):
             run(problem, heads, head_mode, n_iters, output[heads], u[:, heads], v[:, heads])
             if head_mode == SHIFTED:
@@ -435,6 +436,7 @@ def backward_with_guard(
             for heads, _ in runs([LOG_DOMAIN] * problem.heads, size):
                 _backward_in_log_domain(problem, heads, settings, d_output, gradients, dtype, damping)
         else:
+            problem.hides_padding = must_hide_padding(problem, value, d_output)
             for heads, head_mode in runs(mode.tolist(), size):
                 if head_mode != LOG_DOMAIN:
                     tensors = d_output, output, u[:, heads], v[:, heads]
@@ -470,7 +472,7 @@ def _run_backward(
     with borrow((count, n, padded), (count, n, m), dtype=problem.dtype) as (map_, work):
         map_ = map_[..., :m]
         query, key, value = problem.queries(heads), problem.keys(heads), problem.values(heads)
-        d_out = hide(d_output[heads].to(problem.dtype), problem.query_mask, heads)
+        d_out = problem.hide_rows(d_output[heads].to(problem.dtype), heads)
         width = value.shape[2]
         wide = min(n, m) > 2 * width  # copying the tokens is cheap against the map
         left, right = d_out, value
@@ -563,7 +565,7 @@ def _backward_in_log_domain(
         return
     n_iters, detached = settings
     scores, value = problem.scores(heads, dtype, 1.0), problem.values(heads, dtype)
-    d_out = hide(d_output[heads].to(dtype), problem.query_mask, heads)
+    d_out = problem.hide_rows(d_output[heads].to(dtype), heads)
     coupling = log_domain_coupling(scores, n_iters, damping)[2]
     d_coupling = torch.bmm(d_out, value.transpose(1, 2))
     dropout = problem.dropout(heads, dtype)

@@ -9,6 +9,8 @@ C. What exceeds that (peaked logits, far rows or columns, many half-steps) is co
    float64: maps of more than `dense.SLAB_BYTES` by blocks of rows (log_domain_blocks.py).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,21 +29,50 @@ PEAK = 0.9
 BOUNDED, SHIFTED, LOG_DOMAIN = 0, 1, 2
 
 
-def bounded_heads(problem: Problem) -> Tensor:
-    """Guard A: which heads' scores, by norms (|q.k| <= |q| |k|) or by their extremes, are small; NaN never is."""
-    every = slice(0, problem.heads)
+def bounded_heads(problem: Problem, padding: bool = False) -> Tensor:
+    """Guard A: which heads' scores, by norms (|q.k| <= |q| |k|) or by their extremes, are small; NaN never is.
+
+    Args:
+        problem: the call.
+        padding: whether what lies in the padding counts, too.
+    """
     if problem.given_scores is not None:
         low, high = problem.given_scores.flatten(1).aminmax(dim=1)
         bound = torch.maximum(high, -low).to(problem.dtype)
     else:
-        query_norm = torch.linalg.vector_norm(problem.queries(every), dim=2).amax(1)
-        key_norm = torch.linalg.vector_norm(problem.keys(every), dim=2).amax(1)
+        assert problem.query is not None
+        assert problem.key is not None
+        query_norm = _largest_norms(problem.query.to(problem.dtype), None if padding else problem.query_mask)
+        key_norm = _largest_norms(problem.key.to(problem.dtype), None if padding else problem.key_mask)
         bound = query_norm.mul_(key_norm).mul_(abs(problem.scale))
         bias = problem.attn_bias
         if bias is not None and problem.bias_head is not None:
             low, high = bias.flatten(1).aminmax(dim=1)
             bound = bound + torch.maximum(high, -low).to(bound.dtype)[problem.bias_head]
     return bound <= BOUNDED_LOG2 / LOG2E
+
+
+def _largest_norms(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """The largest norm of the tokens (heads, length, d) of each head, of those in the mask if there is one."""
+    norms = torch.linalg.vector_norm(tokens, dim=2)
+    return (norms if mask is None else norms.masked_fill_(~mask, 0.0)).amax(1)
+
+
+def must_hide_padding(problem: Problem, *factors: Tensor) -> bool:
+    """Whether what lies in the padding could reach a result, on the CPU.
+
+    Masked rows and columns have scalings of 0, which take out any finite number. Where padding passes guard A as well,
+    and the sum of squares of what is multiplied with the map is finite, so are all products: then the tokens need not
+    be copied with zeros in it, which costs a quarter of the time of a call.
+
+    Args:
+        problem: the call.
+        factors: what else is multiplied, (..., length, d): values, and the gradient of the output.
+    """
+    if problem.query_mask is None and problem.key_mask is None:
+        return False
+    finite = all(math.isfinite(torch.linalg.vector_norm(factor)) for factor in factors)
+    return not (finite and bool(bounded_heads(problem, padding=True).all()))
 
 
 def trusted_heads(u: Tensor, v: Tensor) -> Tensor:

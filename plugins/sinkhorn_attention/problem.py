@@ -1,6 +1,7 @@
 """One attention call as every engine sees it: leading dimensions flattened to heads, padding hidden, chunks cut."""
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class Problem:
         given_scores: Tensor | None = None,
     ) -> None:
         self.heads, self.n, self.m = math.prod(lead), n, m
+        #: Whether masked tokens stand as zeros; see `guard.must_hide_padding`.
+        self.hides_padding = query_mask is not None or key_mask is not None
         self.dtype = dtype
         self.scale = scale
         self.query_mask = None if query_mask is None else query_mask.expand(*lead, n).reshape(-1, n)
@@ -79,17 +82,25 @@ class Problem:
     def queries(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The queries of some heads, (heads, n, d), zero where masked."""
         assert self.query is not None
-        return hide(self.query[heads].to(dtype or self.dtype), self.query_mask, heads)
+        return self.hide_rows(self.query[heads].to(dtype or self.dtype), heads)
 
     def keys(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The keys of some heads, (heads, m, d), zero where masked."""
         assert self.key is not None
-        return hide(self.key[heads].to(dtype or self.dtype), self.key_mask, heads)
+        return self.hide_columns(self.key[heads].to(dtype or self.dtype), heads)
 
     def values(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The values of some heads, (heads, m, d_v), zero where masked."""
         assert self.value is not None
-        return hide(self.value[heads].to(dtype or self.dtype), self.key_mask, heads)
+        return self.hide_columns(self.value[heads].to(dtype or self.dtype), heads)
+
+    def hide_rows(self, tokens: Tensor, heads: slice | Tensor) -> Tensor:
+        """What belongs to the queries of some heads (heads, n, d), zero where masked unless padding may stay."""
+        return hide(tokens, self.query_mask if self.hides_padding else None, heads)
+
+    def hide_columns(self, tokens: Tensor, heads: slice | Tensor) -> Tensor:
+        """What belongs to the keys of some heads (heads, m, d), likewise."""
+        return hide(tokens, self.key_mask if self.hides_padding else None, heads)
 
     def bias(self, heads: slice | Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
         """The bias of some heads, (heads, n or 1, m or 1)."""
@@ -139,11 +150,15 @@ class Problem:
         if self.query_mask is None and self.key_mask is None:
             ratio = torch.full((1, 1, 1), self.n / self.m, dtype=self.dtype)
             return None, None if self.n == self.m else ratio, ratio, False
-        count = self.query_mask if self.query_mask is not None else self.key_mask
-        assert count is not None
-        full = torch.ones(count[heads].shape[0], 1, 1, dtype=torch.bool)
-        rows = full if self.query_mask is None else self.query_mask[heads].unsqueeze(1)
-        columns = full if self.key_mask is None else self.key_mask[heads].unsqueeze(1)
+        rows, columns, ratio, has_empty = self._masked_targets
+        return rows[heads], columns[heads], ratio[heads], has_empty
+
+    @cached_property
+    def _masked_targets(self) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """The targets of all heads: once for each call, which is cheaper than for each chunk."""
+        full = torch.ones(self.heads, 1, 1, dtype=torch.bool)
+        rows = full if self.query_mask is None else self.query_mask.unsqueeze(1)
+        columns = full if self.key_mask is None else self.key_mask.unsqueeze(1)
         n_valid = rows.sum(2, keepdim=True) * (self.n if rows is full else 1)
         m_valid = columns.sum(2, keepdim=True) * (self.m if columns is full else 1)
         ratio = torch.where(n_valid > 0, n_valid.to(self.dtype) / m_valid.clamp(min=1), 1.0)
@@ -171,8 +186,9 @@ class Gradients:
         scale = self.problem.scale
         self._put(self.query, heads, scores, key, scale)
         self._put(self.key, heads, scores.transpose(1, 2), query, scale)
-        if self.problem.key_mask is not None or value.data_ptr() != self.value[heads].data_ptr():
-            self.value[heads] = hide(value, self.problem.key_mask, heads).to(self.value.dtype)
+        value = self.problem.hide_columns(value, heads)
+        if value.data_ptr() != self.value[heads].data_ptr():
+            self.value[heads] = value.to(self.value.dtype)
         self.add_bias(heads, scores)
 
     def value_of(self, heads: slice) -> Tensor:
