@@ -298,7 +298,7 @@ def refuse_transforms(*tensors: Tensor | None, instead: str = "sinkhorn_attentio
     )
     if transformed or dual:
         raise NotImplementedError(
-            "this backend of Sinkhorn attention does not work under torch.func transforms or forward-mode "
+            "this engine of attention does not work under torch.func transforms or forward-mode "
             f"derivatives (grad, vmap, jvp, ...); use {instead} there"
         )
 

@@ -36,7 +36,7 @@ def is_eager(*tensors: Tensor | None) -> bool:
 def refuse_double_backward(ctx: Any, *gradients: Tensor, instead: str = "backend='reference'") -> None:
     """Second derivatives would be those of a hand-written backward."""
     raise NotImplementedError(
-        "this backend of Sinkhorn attention has a hand-written backward that cannot be differentiated again; "
+        "this engine of attention has a hand-written backward that cannot be differentiated again; "
         f"use {instead} for second derivatives"
     )
 

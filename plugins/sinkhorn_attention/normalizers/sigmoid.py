@@ -1,4 +1,4 @@
-"""Sigmoid attention: entries that know nothing of each other."""
+"""Sigmoid attention: entries that know nothing of each other; its engine is elementwise.py."""
 
 import math
 
@@ -16,6 +16,9 @@ class Sigmoid(Normalizer):
 
     Neither rows nor columns sum to a given number. The bias makes them start near softmax: at scores of 0 every valid
     row sums to m / (m + 1) and every valid column to n / (m + 1).
+
+    `from_scores` is that definition; `attend` computes it by elementwise.py, which keeps no map for backward. Second
+    derivatives are those of `coupling`.
 
     Args:
         bias: added to the scores in place of -log m.

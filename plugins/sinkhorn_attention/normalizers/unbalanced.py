@@ -1,4 +1,4 @@
-"""The unbalanced variant that the published ViT code holds beside its Sinkhorn module."""
+"""The unbalanced variant that the published ViT code holds beside its Sinkhorn module; its engine is damped.py."""
 
 import math
 
@@ -27,6 +27,9 @@ class UnbalancedSinkhorn(Normalizer):
 
     Rows sum to 1 after an odd count. Columns sum to n / m only nearly, also in the limit, the nearer the greater rho
     is; rho = inf is `sinkhorn`. After an even count neither sum is exact.
+
+    `from_scores` is that definition; `attend` computes it by damped.py, with memory that does not depend on n_iters
+    but for vectors. Second derivatives are those of `coupling`.
 
     Args:
         n_iters: number of HALF-steps; 1 is softmax.
