@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sinkhorn_attention import blockwise, dense, problem, sinkhorn_attention
+from sinkhorn_attention import blockwise, dense, get_normalizer, problem, sinkhorn_attention
 from sinkhorn_attention.reference import sinkhorn_attention_reference
 from torch import Tensor
 
@@ -37,10 +37,11 @@ def outcome(
     tensors: list[Tensor], gradient: Tensor, masks: list[Tensor], n_iters: int, backend: str, bias: Tensor | None
 ) -> list[Tensor]:
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    query_mask, key_mask = masks
-    output = sinkhorn_attention(
-        *leaves, n_iters, attn_bias=bias, query_mask=query_mask, key_mask=key_mask, backend=backend
-    )
+    options = {"attn_bias": bias, "query_mask": masks[0], "key_mask": masks[1]}
+    if backend == "softmax":
+        output = get_normalizer("softmax").attend(*leaves, **options)
+    else:
+        output = sinkhorn_attention(*leaves, n_iters, backend=backend, **options)
     return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
 
 
@@ -48,6 +49,15 @@ def outcome(
 @pytest.mark.parametrize("n_iters", [1, 4, 5])
 @pytest.mark.parametrize("scale", [0.3, 30.0])  # guards A and B
 def test_the_padding_is_out_of_sight(backend: str, scale: float, n_iters: int, bias: Tensor | None) -> None:
+    assert_out_of_sight(backend, scale, n_iters, bias)
+
+
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, M)], ids=["plain", "bias"])
+def test_nor_does_softmax_see_it(bias: Tensor | None) -> None:
+    assert_out_of_sight("softmax", 0.3, 1, bias)
+
+
+def assert_out_of_sight(backend: str, scale: float, n_iters: int, bias: Tensor | None) -> None:
     tensors, gradient, masks = tokens(scale)
     exact = [tensor.double().requires_grad_() for tensor in tensors]
     wide = None if bias is None else bias.double()

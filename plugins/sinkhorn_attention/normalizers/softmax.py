@@ -23,11 +23,8 @@ def softmax_attention(
     dropout_p: float,
 ) -> Tensor:
     """The scaled_dot_product_attention of torch with token masks; 0 at masked queries and at rows without support."""
-    if torch.jit.is_scripting():
-        query, key, value = hide_padding(query, key, value, query_mask, key_mask)
-    else:  # noqa: RET505, PLR5501 - TorchScript leaves only an explicit else branch uncompiled
-        if not _padding_may_stay(query, key, value):
-            query, key, value = hide_padding(query, key, value, query_mask, key_mask)
+    if query_mask is not None or key_mask is not None:
+        query, key, value = _hide_padding(query, key, value, query_mask, key_mask)
     mask = attn_bias
     if key_mask is not None:
         keep = key_mask.unsqueeze(-2)
@@ -50,14 +47,21 @@ def softmax_attention(
     return out if query_mask is None else out.masked_fill(~query_mask.unsqueeze(-1), 0.0)
 
 
-def _padding_may_stay(*tokens: Tensor) -> bool:
-    """Whether all products are finite, so that the mask alone keeps padding out: copying tokens costs a fifth of a call.
+def _hide_padding(
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeroes what stands at masked tokens, where the mask of the scores would not keep it out by itself.
 
-    Looks at the data, and so is False wherever they may not be looked at.
+    It does where all products are finite, and they are where the sums of squares are; copies cost a fifth of a call.
     """
-    if not is_eager(*tokens) or torch._C._are_functorch_transforms_active() or tokens[0].device.type != "cpu":
-        return False
-    return all(math.isfinite(torch.linalg.vector_norm(tensor.detach())) for tensor in tokens)
+    if torch.jit.is_scripting():
+        return hide_padding(query, key, value, query_mask, key_mask)
+    else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
+        tokens = query, key, value
+        may_look = is_eager(*tokens) and not torch._C._are_functorch_transforms_active() and query.device.type == "cpu"
+        if may_look and all(math.isfinite(torch.linalg.vector_norm(tensor.detach())) for tensor in tokens):
+            return tokens
+        return hide_padding(query, key, value, query_mask, key_mask)
 
 
 def _cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
