@@ -156,8 +156,7 @@ def _problem(
 
     def as_heads(tensor: Tensor) -> Tensor:
         """(batch, heads, ...), as fused attention wants it; one head each if there are no such dimensions."""
-        heads = lead[-1] if lead else 1
-        return tensor.reshape(-1, heads, *tensor.shape[len(lead) :])
+        return tensor.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *tensor.shape[len(lead) :])
 
     def taken(mask: Tensor | None, length: int) -> Tensor:
         if mask is None:
@@ -214,6 +213,8 @@ def flash_streaming_attention(
     if n_iters % 2:
         us.append(problem.row_potential(v, logsumexp))
     else:
+        # A row's sum is n at most, which the rounding of scores near 1e30 would forget.
+        us[-1] = torch.minimum(us[-1], math.log(query.shape[-2]) - logsumexp)
         out = out * (us[-1] + logsumexp).exp().unsqueeze(-1)
     out = torch.where(problem.rows.unsqueeze(-1), out + problem.poison, 0.0).to(query.dtype)
     return out.reshape(*query.shape[:-1], value.shape[-1]).clone(), torch.stack(us), torch.stack(vs)
@@ -302,7 +303,8 @@ def _column_step(problem: _Problem, u: Tensor, v: Tensor, d_v: Tensor, d_query: 
     d_key -= problem.scale * d_v.unsqueeze(-1) * mean
     weighted, size = _weighted(problem.key, d_v)
     summed, logsumexp = problem.to_keys(v, weighted)
-    factor = size * torch.where(problem.rows, (logsumexp + u - problem.log_ratio).exp(), 0.0)
+    sums = (logsumexp + u - problem.log_ratio).clamp(max=math.log(v.shape[-1])).exp()  # rounding may forget the bound
+    factor = size * torch.where(problem.rows, sums, 0.0)
     summed = summed * factor.unsqueeze(-1)
     d_query -= problem.scale * summed[..., :-1]
     return -summed[..., -1]
@@ -315,7 +317,7 @@ def _row_step(problem: _Problem, u: Tensor, v: Tensor, d_u: Tensor, d_query: Ten
     d_query -= problem.scale * d_u.unsqueeze(-1) * mean
     weighted, size = _weighted(problem.query, d_u)
     summed, logsumexp = problem.to_queries(u, weighted)
-    factor = size * torch.where(problem.columns, (logsumexp + v).exp(), 0.0)
+    factor = size * torch.where(problem.columns, (logsumexp + v).clamp(max=math.log(u.shape[-1])).exp(), 0.0)
     summed = summed * factor.unsqueeze(-1)
     d_key -= problem.scale * summed[..., :-1]
     return -summed[..., -1]

@@ -77,4 +77,5 @@ def sinkhorn_attention_reference(
     coupling = sinkhorn_reference(scores, n_iters, query_mask, key_mask, gradient)
     if dropout_mask is not None:
         coupling = coupling * dropout_mask
-    return coupling @ value
+    output = coupling @ value
+    return output if query_mask is None else output.masked_fill(~query_mask.unsqueeze(-1), 0.0)
