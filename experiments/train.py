@@ -6,6 +6,7 @@ SIGTERM, with a checkpoint.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .config import CONFIGS, register, resolve
 from .errors import RunError
 from .runners.run_dir import RUN_FOLDER, RunDir, process_rank, read_config, train_command
 
+INTERRUPTED = 128 + signal.SIGINT
 # The metrics of a result that are told, the first that it has, and their digits.
 SHOWN = {"accuracy": 4, "bleu": 2, "loss": 4}
 
@@ -107,12 +109,16 @@ def main() -> None:
     Those take the configuration that the first process resolved and stored, whatever the command line says: it may be
     that of a whole sweep.
     """
-    if RUN_FOLDER in os.environ and process_rank() > 0:
-        config = read_config(Path(os.environ[RUN_FOLDER]))
-        execute(OmegaConf.create(config), [])
-    else:
-        register()
-        _command()
+    try:
+        if RUN_FOLDER in os.environ and process_rank() > 0:
+            config = read_config(Path(os.environ[RUN_FOLDER]))
+            execute(OmegaConf.create(config), [])
+        else:
+            register()
+            _command()
+    except KeyboardInterrupt:  # elsewhere than in training and evaluation, which end by themselves
+        say("stopped by Ctrl-C; the same command goes on from the last checkpoint")
+        raise SystemExit(INTERRUPTED) from None
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
@@ -137,4 +143,9 @@ def _command(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # once more while Python ends would show what it is just putting away
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise

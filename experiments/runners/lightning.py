@@ -248,9 +248,16 @@ def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
         print(f"stopped by a signal at step {step}; the same command goes on from there", file=sys.stderr)
         raise SystemExit(TERMINATED) from None
     except SystemExit:
-        if trainer.interrupted:
-            raise SystemExit(INTERRUPTED) from None
+        _told_of_ctrl_c(trainer)
         raise
+
+
+def _told_of_ctrl_c(trainer: L.Trainer) -> None:
+    """Says what Lightning's exit with 1 was, where it was a Ctrl-C, and exits with `INTERRUPTED`."""
+    if trainer.interrupted:
+        if trainer.is_global_zero:
+            print("stopped by Ctrl-C; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
@@ -298,7 +305,12 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
 def evaluate(config: Config, module: Classifier, data: DataModule, split: str, epoch: int) -> dict[str, float]:
     """Metrics of a module on a split, on one device, every sample once, as after so many epochs."""
     data.evaluation_epoch = max(epoch - 1, 0)
-    evaluator(config).test(module, data.eval_loader(split), verbose=False)
+    trainer = evaluator(config)
+    try:
+        trainer.test(module, data.eval_loader(split), verbose=False)
+    except SystemExit:
+        _told_of_ctrl_c(trainer)
+        raise
     return module.evaluation_metrics.take()
 
 

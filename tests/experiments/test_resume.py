@@ -195,6 +195,19 @@ def test_ctrl_c(runs, finished):
     assert_equal(runs.start(*DROPOUT).folder, finished(*DROPOUT))
 
 
+def test_ctrl_c_in_the_final_test(runs, finished):
+    def patch():
+        def test_step(self, batch, batch_idx):
+            raise KeyboardInterrupt
+
+        classifier.Classifier.test_step = test_step
+
+    assert runs.in_child(patch, *DROPOUT) == 130
+    (folder,) = runs.folders()
+    assert json.loads((folder / "run.json").read_text())["state"] == "interrupted"
+    assert_equal(runs.start(*DROPOUT).folder, finished(*DROPOUT))
+
+
 def test_samples_of_a_stopped_epoch(runs, tmp_path):
     """Each sample once per epoch, in the same order, whether the epoch was stopped in its middle or at its end."""
     log = tmp_path / "samples"

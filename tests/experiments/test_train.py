@@ -39,6 +39,18 @@ def command(runs, capfd):
     return call
 
 
+@pytest.mark.parametrize("where", ["prepare", "training_step"])
+def test_ctrl_c(command, monkeypatch, where):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lightning if where == "prepare" else lightning.Classifier, where, interrupt)
+    code, words = command()
+    assert code == 130
+    assert words.splitlines()[-1] == "stopped by Ctrl-C; the same command goes on from the last checkpoint"
+    assert "Traceback" not in words
+
+
 def test_a_run_and_its_repetition(command, runs):
     code, words = command()
     assert code == 0
