@@ -1,9 +1,12 @@
 import itertools
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from sinkhorn_attention import Normalizer, list_normalizers, register_normalizer
 
@@ -159,3 +162,14 @@ def test_schemas_of_other_packages_do_not_meddle() -> None:
     """Fairseq stores an optimizer/adam, and Hydra would hold ours against it."""
     ConfigStore.instance().store(group="optimizer", name="adam", node={"lr": [1.0]})
     assert compose(["experiment=mnist_patches"]).optimizer["_target_"].endswith("Adam")
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_commands_in_the_files_are_in_hydra_s_grammar(file):
+    lines = [line.removeprefix("#").strip() for line in file.read_text().splitlines()]
+    text = "\n".join(lines).replace("\\\n", " ")
+    commands = re.findall(r"^python -m experiments\.train (.*)$", text, re.MULTILINE)
+    for command in commands:
+        words = [word for word in shlex.split(command, comments=True) if word != "-m"]
+        assert words, command
+        OverridesParser.create().parse_overrides(words)
