@@ -65,6 +65,14 @@ def finite_or_zero(maximum):
 
 
 @triton.jit
+def coupling_entries(exponent, bound):
+    """2^exponent. Where columns are normalised to 1, as where rows are, no entry is above 1, of which the rounding of
+    potentials near 1e30 knows nothing. A NaN stays one.
+    """
+    return tl.exp2(tl.minimum(exponent, bound, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def kept_entries(keep, head, row, column, n, m, factor, inside):
     """What dropout multiplies the final coupling with: 0, or 1 / (1 - p)."""
     kept = tl.load(keep + head * n * m + (row[:, None] * m + column[None, :]), mask=inside, other=0)
@@ -104,7 +112,8 @@ def forward_kernel(
                 query, key, scale, BIAS, bias_head, row, column, bias_row, bias_column, taken, HAS_BIAS
             )
             peak = finite_or_zero(tl.max(scores + g[None, :], 1))
-            row_total = tl.sum(tl.exp2(scores + (g[None, :] - peak[:, None])), 1)
+            # In the order in which the peak was found, so that the largest is 1 whatever the scores' rounding.
+            row_total = tl.sum(tl.exp2((scores + g[None, :]) - peak[:, None]), 1)
             row_valid = row_taken & (row_total != 0.0)
             f = tl.where(row_valid, -peak - tl.log2(row_total), float("-inf"))
             tl.store(F + (head * row_steps + pair) * n + row, f, mask=row < n)
@@ -131,11 +140,11 @@ def forward_kernel(
         scores = log2_scores(query, key, scale, BIAS, bias_head, row, column, bias_row, bias_column, taken, HAS_BIAS)
         if EVEN:
             f = tl.load(F + (head * row_steps + pairs - 1) * n + row, mask=row < n, other=float("-inf"))
-            coupling = tl.exp2(scores + f[:, None] + g[None, :])
+            coupling = coupling_entries(scores + f[:, None] + g[None, :], log_ratio)
             normalizer = tl.full([ROWS], 1.0, tl.float32)
         else:
             peak = finite_or_zero(tl.max(scores + g[None, :], 1))
-            coupling = tl.exp2(scores + (g[None, :] - peak[:, None]))
+            coupling = tl.exp2((scores + g[None, :]) - peak[:, None])
             row_total = tl.sum(coupling, 1)
             row_valid = row_taken & (row_total != 0.0)
             f = tl.where(row_valid, -peak - tl.log2(row_total), float("-inf"))
@@ -181,7 +190,7 @@ def potential_gradient_kernel(
         taken = row_taken[:, None] & column_taken[None, :]
         scores = log2_scores(query, key, scale, BIAS, bias_head, row, column, bias_row, bias_column, taken, HAS_BIAS)
         f = tl.load(F + (head * row_steps + last) * n + row, mask=row < n, other=float("-inf"))
-        coupling = tl.exp2(scores + f[:, None] + g[None, :])
+        coupling = coupling_entries(scores + f[:, None] + g[None, :], log_ratio if EVEN else 0.0)
         weighted = coupling * tl.dot(d_out, tl.trans(value), input_precision=PRECISION)
         if HAS_KEEP:
             weighted *= kept_entries(KEEP, head, row, column, n, m, keep_factor, taken)
@@ -207,11 +216,11 @@ def potential_gradient_kernel(
                 )
                 f_base = (head * row_steps + pair) * n
                 scores += tl.load(F + f_base + row, mask=row < n, other=float("-inf"))[:, None]
-                d_f = -tl.sum(tl.exp2(scores + (g - log_ratio)[None, :]) * d_g[None, :], 1)
+                d_f = -tl.sum(coupling_entries(scores + (g - log_ratio)[None, :], 0.0) * d_g[None, :], 1)
                 if EVEN:
                     d_f += tl.load(D_F + f_base + row, mask=(row < n) & (pair == last), other=0.0)
                 tl.store(D_F + f_base + row, d_f, mask=row < n)
-                passed -= tl.sum(d_f[:, None] * tl.exp2(scores + below[None, :]), 0)
+                passed -= tl.sum(d_f[:, None] * coupling_entries(scores + below[None, :], 0.0), 0)
             d_g = passed
             g = below
 
@@ -232,7 +241,7 @@ def gradient_tile(
     in_rows, in_columns = row < n, column < m
     f = tl.load(F + (head * row_steps + last) * n + row, mask=in_rows, other=float("-inf"))
     g = tl.load(G + (head * (pairs + 1) + pairs) * m + column, mask=in_columns, other=float("-inf"))
-    coupling = tl.exp2(scores + f[:, None] + g[None, :])
+    coupling = coupling_entries(scores + f[:, None] + g[None, :], log_ratio if EVEN else 0.0)
     kept = coupling
     if HAS_KEEP:
         kept = coupling * kept_entries(KEEP, head, row, column, n, m, keep_factor, taken)
@@ -243,7 +252,7 @@ def gradient_tile(
     elif DETACHED:
         d_f = tl.load(D_F + (head * row_steps + last) * n + row, mask=in_rows, other=0.0)
         below = tl.load(G + (head * (pairs + 1) + last) * m + column, mask=in_columns, other=float("-inf"))
-        d_scores -= d_f[:, None] * tl.exp2(scores + f[:, None] + below[None, :])
+        d_scores -= d_f[:, None] * coupling_entries(scores + f[:, None] + below[None, :], 0.0)
     if not DETACHED:
         for pair in range(pairs):
             f = tl.load(F + (head * row_steps + pair) * n + row, mask=in_rows, other=float("-inf"))
@@ -252,8 +261,8 @@ def gradient_tile(
             above = tl.load(G + (head * (pairs + 1) + pair + 1) * m + column, mask=in_columns, other=float("-inf"))
             d_g = tl.load(D_G + (head * pairs + pair) * m + column, mask=in_columns, other=0.0)
             shifted = scores + f[:, None]
-            d_scores -= d_f[:, None] * tl.exp2(shifted + below[None, :])
-            d_scores -= d_g[None, :] * tl.exp2(shifted + (above - log_ratio)[None, :])
+            d_scores -= d_f[:, None] * coupling_entries(shifted + below[None, :], 0.0)
+            d_scores -= d_g[None, :] * coupling_entries(shifted + (above - log_ratio)[None, :], 0.0)
     return kept, d_scores
 
 
