@@ -115,10 +115,24 @@ def main() -> None:
             execute(OmegaConf.create(config), [])
         else:
             register()
+            if {"-h", "--help"} & set(sys.argv[1:]) and not any(word.startswith("experiment=") for word in sys.argv):
+                print(_help())
+                return
             _command()
     except KeyboardInterrupt:  # elsewhere than in training and evaluation, which end by themselves
         say("stopped by Ctrl-C; the same command goes on from the last checkpoint")
         raise SystemExit(INTERRUPTED) from None
+
+
+def _help() -> str:
+    """What there is to name first; Hydra's own help shows one experiment's settings, and needs its name."""
+    from .report.catalogue import catalogue
+
+    experiments = "\n".join(f"  {entry.name:30} {entry.words}" for entry in catalogue())
+    return (
+        f"usage: python -m experiments.train [-m] experiment=NAME [key=value ...]\n\n{__doc__}\n"
+        f"experiments, whose settings `python -m experiments.train experiment=NAME --help` shows:\n{experiments}"
+    )
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")

@@ -31,5 +31,5 @@ def catalogue(folder: Path = CONFIGS / "experiment") -> list[Entry]:
                 lines.append(words)
         commands = tuple(line for line in lines if line.startswith("python -m "))
         words = " ".join(line for line in lines if line not in commands and not line.startswith("@package"))
-        found.append(Entry(path.stem, re.split(r"(?<=[.:])\s", words, maxsplit=1)[0].rstrip(":"), commands))
+        found.append(Entry(path.stem, re.split(r"(?<=[.:])(?<!et al\.)\s", words, maxsplit=1)[0].rstrip(":"), commands))
     return found

@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
+    if {"-h", "--help"} & set(words):
+        print(_help())
+        return 0
     try:
         return _main(words, console)
     except RunError as error:
@@ -77,6 +80,16 @@ def _main(words: list[str], console: Console) -> int:
     asked = len(rows) - open_questions
     console.print(f"{asked - len(failed)} of {asked} statements hold; {open_questions} numbers of open questions.")
     return 1 if failed else 0
+
+
+def _help() -> str:
+    """The checks and the options of each, with what they are where they are not given."""
+    lines = ["usage: python -m experiments.theory NAME|all [key=value ...]", "", "checks and their options:"]
+    for name in NAMES:
+        module = load(name)
+        lines += [f"  {name}: {module.TITLE}"]
+        lines += [f"      {key}={value}" for key, value in vars(options_of(module)()).items()]
+    return "\n".join(lines)
 
 
 def load(name: str) -> ModuleType:

@@ -1,5 +1,4 @@
 import itertools
-import re
 import shlex
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from sinkhorn_attention import Normalizer, list_normalizers, register_normalizer
 
 from experiments.config import CONFIGS, Config, compose, resolve
 from experiments.errors import RunError
+from experiments.report.catalogue import catalogue
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("mnist_*.yaml"))
 TRIED_ON_VALIDATION = {"mnist_patches_lr": ["optimizer.lr=1e-3"]}
@@ -164,12 +164,9 @@ def test_schemas_of_other_packages_do_not_meddle() -> None:
     assert compose(["experiment=mnist_patches"]).optimizer["_target_"].endswith("Adam")
 
 
-@pytest.mark.parametrize("file", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
-def test_the_commands_in_the_files_are_in_hydra_s_grammar(file):
-    lines = [line.removeprefix("#").strip() for line in file.read_text().splitlines()]
-    text = "\n".join(lines).replace("\\\n", " ")
-    commands = re.findall(r"^python -m experiments\.train (.*)$", text, re.MULTILINE)
-    for command in commands:
-        words = [word for word in shlex.split(command, comments=True) if word != "-m"]
-        assert words, command
-        OverridesParser.create().parse_overrides(words)
+@pytest.mark.parametrize("entry", catalogue(), ids=lambda entry: entry.name)
+def test_the_commands_in_the_files_are_in_hydra_s_grammar(entry):
+    for command in entry.commands:
+        _, _, module, *words = shlex.split(command, comments=True)
+        if module == "experiments.train":
+            OverridesParser.create().parse_overrides([word for word in words if word != "-m"])

@@ -51,6 +51,17 @@ def test_ctrl_c(command, monkeypatch, where):
     assert "Traceback" not in words
 
 
+def test_help(command):
+    code, words = command("--help", small=False)
+    assert code == 0
+    assert words.startswith("usage: python -m experiments.train ")
+    assert "  mnist_patches " in words
+    assert "Traceback" not in words
+    code, words = command("experiment=mnist_patches", "--help", small=False)
+    assert code == 0
+    assert "max_epochs: 45" in words
+
+
 def test_a_run_and_its_repetition(command, runs):
     code, words = command()
     assert code == 0

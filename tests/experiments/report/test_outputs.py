@@ -95,6 +95,7 @@ def test_the_readme_table_has_command_early_metric_time_and_what_was_not_run(mak
 
 def test_the_catalogue_tells_what_each_experiment_is_and_how_it_is_run():
     entries = {entry.name: entry for entry in catalogue()}
+    assert entries["mnist_patches"].words.endswith("(Sander et al. 2022, section 5.4)")
     assert set(entries) == {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
     assert entries["mnist_patches"].words.startswith("Accuracy on digits by patch size")
     for entry in entries.values():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.theory.__main__ import main
+from experiments.theory.__main__ import NAMES, main
 
 SMALL = ["n=8", "counts=[1,3]"]
 
@@ -24,6 +24,15 @@ def test_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [row["half-steps"] for row in rows] == ["1", "3"]
     assert json.loads((folder / "table.json").read_text())[0]["half-steps"] == 1
     assert "statements hold" in capsys.readouterr().out
+
+
+def test_help_names_every_check_and_its_options(capsys) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in NAMES:
+        assert f"  {name}: " in shown
+    assert "      counts=" in shown
+    assert main(["invariance", "-h"]) == 0
 
 
 def test_exit_code_where_a_statement_does_not_hold(tmp_path: Path, without_column_steps, capsys) -> None:
