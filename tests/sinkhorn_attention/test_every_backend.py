@@ -1,0 +1,570 @@
+"""What people met with Sinkhorn attention elsewhere: the same small inputs, with the right values, on every engine.
+
+Each engine is held against the float64 reference in value and gradient. Triton's kernels run here where there is a GPU;
+elsewhere `test_triton.py` runs this file's part for them in a process of its own, in Triton's interpreter.
+"""
+
+import copy
+import io
+import math
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from sinkhorn_attention import blockwise, dense, functional, get_normalizer, guard, sinkhorn_attention
+from sinkhorn_attention.flash_streaming import flash_streaming_attention
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),
+]
+ON_GPU = torch.cuda.is_available()
+TRITON = pytest.param(
+    "triton",
+    marks=[
+        pytest.mark.skipif(
+            not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1",
+            reason="no GPU; run by test_triton.py in Triton's interpreter",
+        ),
+        pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities, in the interpreter
+    ],
+)
+#: The definition; chunks of heads; blocks of a kept map; blocks made again; guard C with a map and by blocks; the path
+#: of devices that cannot be asked.
+WITH_BIAS = ["reference", "chunks", "slab", "stream", "log", "log by blocks", "device", TRITON]
+every_engine = pytest.mark.parametrize("engine", [*WITH_BIAS, "flash"], indirect=True)
+every_engine_with_bias = pytest.mark.parametrize("engine", WITH_BIAS, indirect=True)
+
+
+class Engine(NamedTuple):
+    """A way through the operator: its backend's name, the widest dtype it takes, and where its tensors lie."""
+
+    name: str
+    backend: str
+    dtype: torch.dtype
+    device: str
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, n_iters: int = 5, **options: Any) -> Tensor:
+        return sinkhorn_attention(query, key, value, n_iters, backend=self.backend, **options)
+
+
+def in_flash(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
+    *settings, attn_bias, query_mask, key_mask, dropout_keep, _ = arguments
+    assert attn_bias is None
+    assert dropout_keep is None
+    return flash_streaming_attention(query, key, value, *settings, query_mask, key_mask)[0]
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    name = request.param
+    if name in ("slab", "stream", "log by blocks"):  # blocks of 16 rows
+        monkeypatch.setattr(blockwise, "BLOCK_BYTES", 1)
+        monkeypatch.setattr(dense, "SLAB_BYTES", 0)
+    if name in ("log", "log by blocks"):  # no head passes guards A and B
+        monkeypatch.setattr(guard, "BOUNDED_LOG2", -1.0)
+        for dtype in guard.GUARD_LOG2:
+            monkeypatch.setitem(guard.GUARD_LOG2, dtype, -math.inf)
+    if name == "device":
+        monkeypatch.setattr(dense, "in_log_domain_throughout", lambda device: True)
+    if name == "flash":
+        monkeypatch.setitem(functional.ENGINES, "streaming", in_flash)
+    backend = {"reference": "reference", "stream": "streaming", "flash": "streaming", "triton": "triton"}
+    dtype = torch.float32 if name == "triton" else torch.float64
+    return Engine(name, backend.get(name, "dense"), dtype, "cuda" if name == "triton" and ON_GPU else "cpu")
+
+
+@pytest.fixture
+def agrees(engine: Engine, matches_reference: Callable[..., None]) -> Callable[..., None]:
+    """Value and gradient of a problem, in the widest dtype of the engine by default."""
+
+    def check(problem: Any, dtype: torch.dtype | None = None, tolerance: float | None = None) -> None:
+        matches_reference(problem, engine.backend, dtype or engine.dtype, tolerance, engine.device)
+
+    return check
+
+
+def tokens(engine: Engine, n: int, m: int, *lead: int, width: int = 8, dtype: torch.dtype = torch.float32) -> list:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (n, width), (m, width), (m, 5)
+    return [torch.randn(*lead, *shape, generator=generator).to(engine.device, dtype) for shape in shapes]
+
+
+def step(attend: Callable[..., Tensor], inputs: list[Tensor], exact: bool = False) -> list[Tensor]:
+    """Output and gradients, for the same arriving gradient in float64 (`exact`) as in the inputs' dtype."""
+    leaves = [(tensor.double() if exact else tensor.clone()).detach().requires_grad_() for tensor in inputs]
+    output = attend(*leaves)
+    arriving = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.device, inputs[0].dtype)
+    return [output.detach(), *torch.autograd.grad(output, leaves, arriving.to(output.dtype))]
+
+
+def definition(inputs: list[Tensor], n_iters: int, **options: Any) -> list[Tensor]:
+    """`step` of the reference in float64."""
+    return step(lambda *each: sinkhorn_attention(*each, n_iters, backend="reference", **options), inputs, exact=True)
+
+
+def assert_near(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-5) -> None:
+    """Relative in norm; gradients relative to the largest of them, as one of them may be nothing."""
+    size = max([float(each.norm()) for each in want[1:]], default=0.0)
+    for place, (one, other) in enumerate(zip(got, want, strict=True)):
+        assert one.isfinite().all(), place
+        error = (one.double() - other).norm()
+        assert error <= tolerance * (size if place else other.norm()), f"{place}: off by {error:.2e}"
+
+
+# ------------------------------------------------------------------------------------------------- padding and support
+
+
+@every_engine
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("garbage", [1e4, math.nan, -math.inf])
+def test_padding_of_any_amount_on_any_side_with_anything_in_it(engine: Engine, garbage: float, side: str) -> None:
+    """Padded tokens get exactly 0, take no part in any sum, and change no other token or gradient."""
+    sentences = [[t[i, :length] for t in tokens(engine, 18, 18, 3)] for i, length in enumerate((18, 5, 1))]
+    for n_iters, pad in ((1, 3), (2, 20), (7, 3)) if engine.name != "triton" else ((4, 3), (7, 16)):
+        length, alone = 18 + pad, [definition(sentence, n_iters) for sentence in sentences]
+        mask = torch.zeros(3, length, dtype=torch.bool, device=engine.device)
+        batch = [torch.full((3, length, width), garbage, device=engine.device) for width in (8, 8, 5)]
+        places = []
+        for i, sentence in enumerate(sentences):
+            valid = len(sentence[0])
+            places.append(slice(0, valid) if side == "right" else slice(length - valid, length))
+            mask[i, places[i]] = True
+            for padded, one in zip(batch, sentence, strict=True):
+                padded[i, places[i]] = one
+        leaves = [padded.requires_grad_() for padded in batch]
+        output = engine(*leaves, n_iters, query_mask=mask, key_mask=mask)
+        arriving = torch.full_like(output, garbage)
+        for i, place in enumerate(places):
+            shape = alone[i][0].shape
+            arriving[i, place] = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(engine.device)
+        got = [output.detach(), *torch.autograd.grad(output, leaves, arriving)]
+        for tensor in got:
+            assert (tensor[~mask] == 0).all()
+        for i, place in enumerate(places):
+            assert_near([tensor[i, place] for tensor in got], alone[i], 2e-6)
+
+
+@every_engine
+@pytest.mark.parametrize("n_iters", [1, 2, 3])
+def test_a_sample_with_nothing_valid(engine: Engine, n_iters: int) -> None:
+    """Zeros, finite gradients everywhere, no NaN on the way, and nothing changes for the others."""
+    inputs = tokens(engine, 18, 18, 3)
+    mask = torch.tensor([True, False, True], device=engine.device).unsqueeze(1).expand(3, 18)
+    for masks in ({"query_mask": mask, "key_mask": mask}, {"query_mask": mask}, {"key_mask": mask}):
+        with torch.autograd.detect_anomaly(check_nan=True):
+            got = step(lambda *each, masks=masks: engine(*each, n_iters, **masks), inputs)
+        assert all((tensor[1] == 0).all() for tensor in got)
+        assert_near([tensor[::2] for tensor in got], [tensor[::2] for tensor in definition(inputs, n_iters)])
+
+
+@every_engine_with_bias
+@pytest.mark.parametrize("n_iters", [1, 2, 3])
+def test_rows_and_columns_without_support(engine: Engine, make_problem, agrees, n_iters: int) -> None:
+    """False and -inf alike; they count as masked, and are 0."""
+    keep = torch.rand(2, 18, 20, generator=torch.Generator().manual_seed(2)) < 0.6
+    keep[0, 4], keep[0, :, 7], keep[1] = False, False, False
+    for bias in (keep, torch.zeros(2, 18, 20).masked_fill(~keep, -math.inf)):
+        with torch.autograd.detect_anomaly(check_nan=True):
+            agrees(make_problem(18, 20, n_iters, lead=(2,), attn_bias=bias), torch.float32)
+    inputs, keep = tokens(engine, 18, 20, 2), keep.to(engine.device)
+    got = step(lambda *each: engine(*each, n_iters, attn_bias=keep), inputs)
+    assert all((tensor[1] == 0).all() for tensor in got)
+    for tensor, dim, nothing in ((got[0], 0, 4), (got[1], 0, 4), (got[2], 0, 7), (got[3], 0, 7)):
+        assert (tensor[0].select(dim, nothing) == 0).all()
+    rows, columns = keep[0].any(1), keep[0].any(0)
+    outer = step(lambda *each: engine(*each, n_iters, attn_bias=rows.unsqueeze(1) & columns), inputs)
+    masked = definition(inputs, n_iters, query_mask=rows, key_mask=columns)
+    assert_near(outer, masked)
+
+
+@every_engine_with_bias
+def test_masks_are_those_of_scaled_dot_product_attention_at_one_half_step(engine: Engine) -> None:
+    """Boolean True keeps; a float mask is added."""
+    inputs = tokens(engine, 18, 20, 2)
+    keep = torch.rand(2, 18, 20, generator=torch.Generator().manual_seed(2)).to(engine.device) < 0.6
+    bias = torch.randn(18, 20, generator=torch.Generator().manual_seed(3)).to(engine.device)
+    bias[keep[0]] = -math.inf
+    for mask in (keep, bias):
+        want = step(lambda *each, mask=mask: scaled_dot_product_attention(*each, attn_mask=mask), inputs)
+        assert_near(step(lambda *each, mask=mask: engine(*each, 1, attn_bias=mask), inputs), want)
+
+
+# ------------------------------------------------------------------------------------------------------------ precision
+
+
+@every_engine
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n_iters", [1, 4, 7])
+def test_half_precision_keeps_the_half_steps_in_single(engine: Engine, n_iters: int, dtype: torch.dtype) -> None:
+    """Scores of standard deviation 8: iterations in bfloat16 would leave row sums off by 0.09."""
+    if engine.name == "triton" and dtype == torch.bfloat16 and not ON_GPU:
+        pytest.skip("Triton's interpreter takes bfloat16 products for integers")
+    query, key, value = tokens(engine, 40, 40, 2, width=16)
+    inputs = [8 * query, key, value]
+    rounded = [tensor.to(dtype) for tensor in inputs]
+    got = step(lambda *each: engine(*each, n_iters), rounded)
+    assert all(tensor.dtype == dtype for tensor in got)
+    assert_near(got, definition(rounded, n_iters), 2 * torch.finfo(dtype).eps)
+    if n_iters % 2:
+        rows = engine(*rounded[:2], torch.ones_like(rounded[2]), n_iters).float()
+        assert (rows - 1).abs().max() < 1e-2
+    # A temperature of 0.01 on top of it.
+    assert all(tensor.isfinite().all() for tensor in step(lambda *each: engine(*each, n_iters, scale=25.0), rounded))
+
+
+@every_engine
+@pytest.mark.parametrize("n_iters", [1, 4, 7])
+def test_autocast_leaves_single_precision_alone(engine: Engine, n_iters: int) -> None:
+    query, key, value = tokens(engine, 18, 20, 2)
+    inputs = [8 * query, key, value]
+
+    def under_autocast(*each: Tensor) -> Tensor:
+        with torch.autocast(engine.device, dtype=torch.bfloat16):
+            return engine(*each, n_iters)
+
+    got = step(under_autocast, inputs)
+    assert all(tensor.dtype == torch.float32 for tensor in got)
+    assert_near(got, definition(inputs, n_iters), 3e-5)
+
+
+@every_engine
+def test_large_scores(engine: Engine, make_problem, agrees) -> None:
+    """Standard deviation 30: exp(scores) overflows. In float32 their own rounding is what is left."""
+    for n_iters in (2, 7):
+        problem = make_problem(20, 20, n_iters, lead=(2,), std=30)
+        agrees(problem, tolerance=1e-4 if engine.dtype == torch.float32 else None)
+        agrees(problem, torch.float32, 1e-4)
+
+
+@every_engine
+@pytest.mark.parametrize("n_iters", [1, 2, 3, 4, 7])
+def test_scores_up_to_1e30_are_finite_and_normalised(engine: Engine, n_iters: int) -> None:
+    query, key, _ = tokens(engine, 20, 20, 2)
+    value = torch.eye(20, device=engine.device).expand(2, 20, 20)
+    for size in (1e3, 1e6, 1e15):
+        coupling, *gradients = step(lambda *each: engine(*each, n_iters), [size * query, size * key, value])
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        sums = coupling.sum(-1 if n_iters % 2 else -2)
+        if engine.name in ("flash", "triton") and n_iters % 2 == 0:
+            # Without a map in memory columns are normalised by potentials, which have the rounding of the scores.
+            assert coupling.isfinite().all()
+            continue
+        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=1e-5)
+
+
+@every_engine
+def test_a_saturated_map_has_small_finite_gradients(engine: Engine, make_problem, agrees) -> None:
+    eye = torch.eye(16, dtype=torch.float64)
+    problem = make_problem(16, 16, 5, width=16, lead=(), scale=1.0)._replace(query=100 * eye, key=eye)
+    agrees(problem)
+    agrees(problem, torch.float32)
+
+
+@every_engine
+def test_finite_differences(engine: Engine) -> None:
+    """So that a mistake shared with the reference would show too."""
+    if engine.dtype != torch.float64:
+        pytest.skip("finite differences want float64")
+    inputs = [tensor.double().requires_grad_() for tensor in tokens(engine, 18, 5, 2, width=3)]
+    mask = torch.tensor([True, True, False, True, True])
+    for n_iters in (1, 4, 5):
+        assert torch.autograd.gradcheck(
+            lambda *each, t=n_iters: engine(*each, t, key_mask=mask), inputs, fast_mode=True
+        )
+
+
+@every_engine
+def test_nan_stays_in_its_own_sample(engine: Engine) -> None:
+    inputs = tokens(engine, 18, 18, 3)
+    for place in range(3):
+        broken = [tensor.clone() for tensor in inputs]
+        broken[place][1, 3, 2] = math.nan
+        got = step(lambda *each: engine(*each, 4), broken)
+        assert got[0][1].isnan().any()
+        if place < 2:
+            assert got[0][1].isnan().all()
+        assert_near([tensor[::2] for tensor in got], [tensor[::2] for tensor in definition(inputs, 4)])
+
+
+# ------------------------------------------------------------------------------------------------------ sums and shapes
+
+
+@every_engine
+@pytest.mark.parametrize(("n", "m"), [(18, 18), (2, 8), (20, 3), (1, 1)])
+def test_sums_at_every_count_of_half_steps(engine: Engine, n: int, m: int) -> None:
+    """Odd counts end on rows, which sum to 1; even ones on columns, which sum to n / m, so that nothing grows."""
+    query, key, _ = tokens(engine, n, m, 2)
+    value = torch.eye(m, device=engine.device).expand(2, m, m)
+    for n_iters in (1, 2, 3, 4):
+        got = step(lambda *each, t=n_iters: engine(*each, t), [query, key, value])
+        want = definition([query, key, value], n_iters)
+        assert_near(got, want)
+        sums, target = (got[0].sum(-1), 1.0) if n_iters % 2 else (got[0].sum(-2), n / m)
+        torch.testing.assert_close(sums, torch.full_like(sums, target), rtol=1e-5, atol=0)
+        other = got[0].sum(-2 if n_iters % 2 else -1)
+        assert min(n, m) == 1 or other.std() > 1e-4, "the other side is only met in the limit"
+    softmax = scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(engine(query, key, value, 1), softmax, rtol=1e-5, atol=1e-6)
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match="n_iters must be an integer >= 1"):
+            engine(query, key, value, bad)
+
+
+@every_engine
+def test_a_batch_equals_a_loop_over_its_samples(engine: Engine) -> None:
+    """Also where a neighbour is far from convergence, and for one head and one token."""
+    for n in (18, 1):
+        inputs = tokens(engine, n, n, 3, 2)
+        inputs[0][2] *= 80
+        batch = step(lambda *each: engine(*each, 7), inputs)
+        assert batch[0].shape == (3, 2, n, 5)
+        for i in range(3):
+            for j in range(2):
+                one = [tensor[i : i + 1, j : j + 1] for tensor in inputs]
+                assert_near([tensor[i : i + 1, j : j + 1] for tensor in batch[:1]], definition(one, 7)[:1], 1e-4)
+                alone = step(lambda *each: engine(*each, 7), [tensor[0, 0] for tensor in one])
+                assert alone[0].shape == (n, 5)
+                torch.testing.assert_close(alone[0], batch[0][i, j], rtol=1e-5, atol=1e-6)
+
+
+@every_engine
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys", "width of values"])
+def test_empty_inputs_give_zeros_and_gradients(engine: Engine, empty: str) -> None:
+    n, m, batch = (0 if empty == name else 4 for name in ("queries", "keys", "batch"))
+    query, key, value = tokens(engine, n, m, batch)
+    value = value[..., :0] if empty == "width of values" else value
+    got = step(lambda *each: engine(*each, 4), [query, key, value])
+    assert [tensor.shape for tensor in got] == [(batch, n, value.shape[2]), query.shape, key.shape, value.shape]
+    assert all((tensor == 0).all() for tensor in got)
+
+
+@every_engine
+def test_tokens_of_width_zero_and_scale_zero_average_the_values(engine: Engine) -> None:
+    query, key, value = tokens(engine, 18, 20, 2)
+    mean = value.mean(-2, keepdim=True).expand(2, 18, 5)
+    for n_iters in (3, 4):
+        torch.testing.assert_close(engine(query, key, value, n_iters, scale=0.0), mean)
+        torch.testing.assert_close(engine(query[..., :0], key[..., :0], value, n_iters), mean)
+    negative = step(lambda *each: engine(*each, 3, scale=-0.5), [query, key, value])
+    assert_near(negative, definition([query, key, value], 3, scale=-0.5))
+
+
+@every_engine
+def test_views_of_any_strides(engine: Engine) -> None:
+    """Heads packed as a fused projection gives them, a value that all heads share, an arriving gradient expanded."""
+    packed = torch.randn(2, 18, 2, 2, 8, generator=torch.Generator().manual_seed(0)).to(engine.device)
+    query, key = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    shared = tokens(engine, 18, 18)[2].T.contiguous().T
+    for value in (shared, shared.expand(1, 2, 18, 5), packed[:, :, 0].transpose(1, 2)[..., ::2]):
+        results = []
+        for attend, dtype in ((engine, torch.float32), (sinkhorn_attention, torch.float64)):
+            leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (query, key, value)]
+            assert dtype == torch.float64 or leaves[0].stride() == query.stride()
+            output = attend(*leaves, 5, **({} if attend is engine else {"backend": "reference"}))
+            results.append([output.detach(), *torch.autograd.grad(output.sum(), leaves)])
+        assert_near(*results)
+
+
+@every_engine_with_bias
+def test_a_bias_of_another_dtype_and_shape(engine: Engine) -> None:
+    """Its gradient comes back in its own dtype and shape, also where nothing else wants one."""
+    query, key, value = tokens(engine, 18, 20, 2, 2)
+    for shape in ((20,), (2, 1, 18, 20)):
+        for dtype, tolerance in ((torch.bfloat16, 2**-8), (torch.float64, 2e-5)):
+            bias = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(engine.device, dtype)
+            ours, theirs = bias.clone().requires_grad_(), bias.double().requires_grad_()
+            got = engine(query, key, value, 4, attn_bias=ours)
+            want = sinkhorn_attention(
+                *(t.double() for t in (query, key, value)), 4, attn_bias=theirs, backend="reference"
+            )
+            (found,) = torch.autograd.grad(got.square().sum(), ours)
+            (expected,) = torch.autograd.grad(want.square().sum(), theirs)
+            assert (got.dtype, found.dtype, found.shape) == (torch.float32, dtype, bias.shape)
+            assert_near([got.detach(), found], [want.detach(), expected], tolerance)
+
+
+@every_engine
+def test_shapes_without_data(engine: Engine) -> None:
+    """On the meta device, forward and backward."""
+    leaves = [tensor.to("meta").requires_grad_() for tensor in tokens(engine, 18, 20, 3)]
+    if engine.name == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        with pytest.raises(NotImplementedError, match="needs tensors on a CUDA device"):
+            engine(*leaves, 4)
+        return
+    output = engine(*leaves, 4)
+    gradients = torch.autograd.grad(output.sum(), leaves)
+    assert output.shape == (3, 18, 5)
+    assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in leaves]
+
+
+# ----------------------------------------------------------------------------------------- programs around the operator
+
+
+class Host(nn.Module):
+    """A model's layer: a mask made on the way, and the operator."""
+
+    def __init__(self, n_iters: int, backend: str) -> None:
+        super().__init__()
+        self.normalizer = get_normalizer("sinkhorn", n_iters=n_iters, backend=backend)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = torch.arange(key.shape[-2], device=key.device) != 2
+        return self.normalizer.attend(2 * query, key, value, key_mask=mask)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What was compiled with an engine's settings is compiled again for the next."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@every_engine
+@pytest.mark.parametrize("n_iters", [3, 4])
+def test_scripts_saves_loads_and_copies(engine: Engine, n_iters: int) -> None:
+    host, inputs = Host(n_iters, engine.backend), tokens(engine, 18, 20, 2)
+    eager = step(host, inputs)
+    query, key, value = inputs
+    mask = torch.arange(20, device=engine.device) != 2
+    want = definition([query, key, value], n_iters, scale=2 * 8**-0.5, key_mask=mask)
+    assert_near(eager, want)
+    scripted, buffer = torch.jit.script(host), io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    buffer.seek(0)
+    normalizer = pickle.loads(pickle.dumps(host.normalizer))
+    copies = [scripted, torch.jit.load(buffer), copy.deepcopy(host)]
+    for one in (*copies, lambda q, k, v: normalizer.attend(2 * q, k, v, key_mask=mask)):
+        assert_near(step(one, inputs), want)
+
+
+@every_engine
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiles_without_a_graph_break(engine: Engine) -> None:
+    """Also for scores of standard deviation 30, which have another guard's case than those it was compiled with."""
+    inputs = tokens(engine, 18, 20, 2)
+    host = Host(5, engine.backend)
+    compiled = torch.compile(host, fullgraph=True, backend="aot_eager")
+    mask = torch.arange(20, device=engine.device) != 2
+    for size in (1.0, 15.0):
+        sized = [size * inputs[0], *inputs[1:]]
+        want = definition(sized, 5, scale=2 * 8**-0.5, key_mask=mask)
+        assert_near(step(compiled, sized), want, 1e-5 if size == 1 else 1e-4)
+
+
+@every_engine
+def test_exports_with_dynamic_shapes(engine: Engine) -> None:
+    dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("n", min=2)}, *({0: torch.export.Dim("batch")},) * 2
+    example = tuple(tokens(engine, 18, 20, 2))
+    exported = torch.export.export(Host(3, engine.backend), example, dynamic_shapes=dynamic, strict=False).module()
+    inputs, mask = tokens(engine, 7, 20, 3), torch.arange(20, device=engine.device) != 2
+    assert_near(step(exported, inputs), definition(inputs, 3, scale=2 * 8**-0.5, key_mask=mask))
+
+
+@every_engine
+def test_checkpointing_and_repetition_give_the_same_bits(engine: Engine) -> None:
+    """Dropout too; and where deterministic algorithms are asked for."""
+    inputs, dropout_p = tokens(engine, 18, 20, 2), 0.0 if engine.name == "flash" else 0.3
+
+    def attend(*each: Tensor) -> Tensor:
+        return engine(*each, 5, dropout_p=dropout_p)
+
+    ways: list[Callable[..., Tensor]] = [
+        attend,
+        attend,
+        lambda *each: checkpoint(attend, *each, use_reentrant=False),
+        lambda *each: checkpoint(attend, *each, use_reentrant=True),
+    ]
+    results = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for way in ways:
+            torch.manual_seed(3)
+            leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+            output = way(*leaves)
+            output.square().sum().backward()
+            results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+    keep = torch.empty(2, 18, 20, dtype=torch.bool, device=engine.device)
+    torch.manual_seed(3)
+    factor = keep.bernoulli_(1 - dropout_p).double() / (1 - dropout_p)
+    identity = torch.eye(20, device=engine.device).expand(2, 20, 20)
+    coupling = sinkhorn_attention(*(tensor.double() for tensor in (*inputs[:2], identity)), 5, backend="reference")
+    assert_near(results[0][:1], [(coupling * factor) @ inputs[2].double()])
+
+
+@every_engine
+def test_calls_from_several_threads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with numbers of its own: scratch that is shared would show."""
+    inputs = [[size * tensor for tensor in tokens(engine, 18, 20, 2)] for size in (0.5, 1.0, 2.0)]
+    if engine.name == "triton" and not ON_GPU:
+        pytest.skip("Triton's interpreter is of one thread")
+    want = [definition(each, 4) for each in inputs]
+    got: dict[int, list[list[Tensor]]] = {i: [] for i in range(3)}
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            got[i].append(step(lambda *each: engine(*each, 4), inputs[i]))
+
+    monkeypatch.setattr("sinkhorn_attention.scratch.MIN_BYTES", 1)
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(3):
+        assert len(got[i]) == 5
+        for result in got[i]:
+            assert_near(result, want[i])
+            assert all(torch.equal(one, two) for one, two in zip(result, got[i][0], strict=True))
+
+
+@every_engine
+def test_second_derivatives(engine: Engine) -> None:
+    """The reference has them; a hand-written backward says in words that it has not."""
+    inputs = [tensor.requires_grad_() for tensor in tokens(engine, 4, 5, 2, width=3)]
+    if engine.name == "reference":
+        double = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        assert torch.autograd.gradgradcheck(lambda *each: engine(*each, 4), double)
+        return
+    (first,) = torch.autograd.grad(engine(*inputs, 4).square().sum(), inputs[0], create_graph=True)
+    want = torch.autograd.grad(
+        sinkhorn_attention(*(t.double() for t in inputs), 4, backend="reference").square().sum(), inputs[0]
+    )
+    torch.testing.assert_close(first.detach(), want[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="use backend='reference' for second derivatives"):
+        first.sum().backward()
+
+
+@every_engine
+def test_transforms(engine: Engine) -> None:
+    """torch.func works on the reference, and is refused elsewhere rather than wrong."""
+    query, key, value = tokens(engine, 4, 5, 2)
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.func.grad(lambda q: engine(q, key, value, 3).square().sum())(query),
+        lambda: torch.vmap(lambda q, k, v: engine(q, k, v, 3))(query, key, value),
+        lambda: torch.func.jvp(lambda q: engine(q, key, value, 3), (query,), (query,))[1],
+    ]
+    if engine.name != "reference":
+        for call in calls:
+            with pytest.raises(NotImplementedError, match=r"use .*backend='reference'"):
+                call()
+        return
+    leaf = query.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(sinkhorn_attention(leaf, key, value, 3).square().sum(), leaf)
+    torch.testing.assert_close(calls[0](), expected)
+    torch.testing.assert_close(calls[1](), sinkhorn_attention(query, key, value, 3))
+    wide = [tensor.double() for tensor in (query, key, value)]
+    ahead, behind = (sinkhorn_attention(sign * 1e-6 * wide[0] + wide[0], *wide[1:], 3) for sign in (1, -1))
+    torch.testing.assert_close(calls[2]().double(), (ahead - behind) / 2e-6, rtol=1e-4, atol=1e-5)
