@@ -31,6 +31,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,7 +211,7 @@ class RunDir:
                     stopped = isinstance(error, KeyboardInterrupt | SystemExit)
                     # A full disk must not hide the fault that is being recorded.
                     with suppress(OSError):
-                        message = str(error).strip() or type(error).__name__
+                        message = _stop(error) if stopped else str(error).strip() or type(error).__name__
                         self._end("interrupted" if stopped else "failed", message.splitlines()[0])
                     raise
                 self._end("finished")
@@ -284,6 +285,13 @@ def folders_by_hash(experiment: Path) -> dict[str, Path]:
     for path in sorted(experiment.glob("*-*")):
         folders.setdefault(path.name.rpartition("-")[2], path)
     return folders
+
+
+def _stop(error: BaseException) -> str:
+    """What stopped a run in order."""
+    code = error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT
+    known = {128 + signal.SIGINT: "stopped by Ctrl-C", 128 + signal.SIGTERM: "stopped by a signal"}
+    return known.get(code, f"ended with exit code {code}") if isinstance(code, int) else f"ended with {code}"
 
 
 def _patience_s() -> float:

@@ -180,6 +180,7 @@ def test_sigterm_saves_and_exits(runs, finished, step, saved):
     (folder,) = runs.folders()
     card = json.loads((folder / "run.json").read_text())
     assert card["state"] == card["attempts"][0]["state"] == "interrupted"
+    assert card["attempts"][0]["message"] == "stopped by a signal"
     assert (folder / "checkpoints" / checkpoints.checkpoint_name(saved)).exists()
     assert_equal(runs.start(*DROPOUT).folder, finished(*DROPOUT))
     assert json.loads((folder / "run.json").read_text())["attempts"][1]["from_step"] == saved
@@ -191,7 +192,8 @@ def test_ctrl_c(runs, finished):
 
     assert runs.in_child(at_step(6, interrupt), *DROPOUT) == 130
     (folder,) = runs.folders()
-    assert json.loads((folder / "run.json").read_text())["state"] == "interrupted"
+    card = json.loads((folder / "run.json").read_text())
+    assert (card["state"], card["attempts"][0]["message"]) == ("interrupted", "stopped by Ctrl-C")
     assert_equal(runs.start(*DROPOUT).folder, finished(*DROPOUT))
 
 
