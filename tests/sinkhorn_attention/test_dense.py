@@ -120,63 +120,6 @@ def test_dropout_keeps_the_expected_share() -> None:
     torch.testing.assert_close(dropped[kept], torch.full_like(dropped[kept], 1 / 200 / 0.75))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("garbage", [0.0, 1e4, math.nan, math.inf])
-@pytest.mark.parametrize("n_iters", [1, 2, 3, 7])
-def test_padding_of_any_amount_on_any_side_with_anything_in_it(n_iters: int, garbage: float, side: str) -> None:
-    torch.manual_seed(0)
-    sentences = [torch.randn(length, 3, 8) for length in (8, 5, 1)]
-    alone = [sinkhorn_attention(s[:, 0], s[:, 1], s[:, 2], n_iters) for s in sentences]
-    for pad in (0, 3, 20):
-        length = 8 + pad
-        batch, mask = torch.full((3, length, 3, 8), garbage), torch.zeros(3, length, dtype=torch.bool)
-        for i, sentence in enumerate(sentences):
-            place = slice(0, len(sentence)) if side == "right" else slice(length - len(sentence), length)
-            batch[i, place], mask[i, place] = sentence, True
-        batch.requires_grad_()
-        masks = {"query_mask": mask, "key_mask": mask}
-        output = sinkhorn_attention(batch[:, :, 0], batch[:, :, 1], batch[:, :, 2], n_iters, **masks)
-        assert (output[~mask] == 0).all()
-        for i in range(3):
-            torch.testing.assert_close(output[i, mask[i]], alone[i], rtol=1e-5, atol=1e-6)
-        output.sum().backward()
-        assert batch.grad.isfinite().all()
-        assert (batch.grad[~mask] == 0).all()
-
-
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-@pytest.mark.parametrize("n_iters", [1, 2, 3])
-def test_a_sample_with_nothing_valid_gives_zeros_and_finite_gradients(n_iters: int, backend: str) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 1, 5, 4, requires_grad=True) for _ in range(3))
-    mask = torch.tensor([[[True] * 5], [[False] * 5]])
-    with torch.autograd.detect_anomaly(check_nan=True):
-        output = sinkhorn_attention(query, key, value, n_iters, query_mask=mask, key_mask=mask, backend=backend)
-        output[mask].square().sum().backward()
-    assert (output[1] == 0).all()
-    torch.testing.assert_close(output[0], sinkhorn_attention(query, key, value, n_iters)[0])
-    for tensor in (query, key, value):
-        assert tensor.grad.isfinite().all()
-        assert (tensor.grad[1] == 0).all()
-
-
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-def test_nan_stays_in_its_own_sample(backend: str) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(3, 2, 5, 4) for _ in range(3))
-    clean = sinkhorn_attention(query, key, value, 3, backend=backend)
-    query[1, 0, 2, 1] = math.nan
-    for tensor in (query, key, value):
-        tensor.requires_grad_()
-    output = sinkhorn_attention(query, key, value, 3, backend=backend)
-    output.sum().backward()
-    assert output[1, 0].isnan().all()
-    others = torch.ones(3, 2, dtype=torch.bool)
-    others[1, 0] = False
-    torch.testing.assert_close(output[others], clean[others])
-    assert all(tensor.grad[others].isfinite().all() for tensor in (query, key, value))
-
-
 @pytest.mark.parametrize("n_iters", [1, 3, 4, 9])
 def test_far_rows_and_columns(make_problem, matches_reference, n_iters: int) -> None:
     """A column at -300, a row at +2000: single precision cannot hold exp of either."""
@@ -188,28 +131,6 @@ def test_far_rows_and_columns(make_problem, matches_reference, n_iters: int) -> 
             # float32 rounds such a score by up to |score| 2^-24, which is the relative error of its exponential.
             tolerance = max(1e-5, 4 * abs(far) * 2**-24)
             matches_reference(make_problem(10, 10, n_iters, attn_bias=bias), dtype=torch.float32, tolerance=tolerance)
-
-
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-@pytest.mark.parametrize("n_iters", [1, 2, 3, 8])
-def test_scores_up_to_1e30_are_finite(n_iters: int, backend: str) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 9, 4, requires_grad=True) for _ in range(3))
-    for size in (1e6, 1e15):
-        output = sinkhorn_attention(query * size, key * size, value, n_iters, backend=backend)
-        gradients = torch.autograd.grad(output.sum(), (query, key, value))
-        assert output.isfinite().all()
-        assert all(gradient.isfinite().all() for gradient in gradients)
-        if n_iters % 2:
-            ones = sinkhorn_attention(query * size, key * size, torch.ones_like(value), n_iters, backend=backend)
-            torch.testing.assert_close(ones, torch.ones_like(ones), rtol=1e-5, atol=1e-5)
-
-
-def test_saturated_map_has_small_finite_gradients(make_problem, matches_reference) -> None:
-    problem = make_problem(16, 16, 5, width=16, lead=())
-    eye = torch.eye(16, dtype=torch.float64)
-    matches_reference(problem._replace(query=100 * eye, key=eye, options={"scale": 1.0}))
-    matches_reference(problem._replace(query=100 * eye, key=eye, options={"scale": 1.0}), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("n_iters", [21, 100, 101])
@@ -326,18 +247,6 @@ def test_chunks_do_not_change_the_result(make_problem, matches_reference, monkey
     for options in ({}, {"attn_bias": torch.randn(3, 1, 7).double()}, {"key_mask": random_mask(2, 1, 7)}):
         for std in (1, 60):
             matches_reference(make_problem(7, 7, 5, std=std, **options))
-
-
-def test_a_batch_equals_a_loop_over_its_samples() -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(4, 3, 6, 5) for _ in range(3))
-    query[2] *= 80
-    batch = sinkhorn_attention(query, key, value, 7)
-    for i in range(4):
-        torch.testing.assert_close(batch[i], sinkhorn_attention(query[i], key[i], value[i], 7), rtol=1e-5, atol=1e-6)
-    one = sinkhorn_attention(query[:1, :1], key[:1, :1], value[:1, :1], 7)
-    assert one.shape == (1, 1, 6, 5)
-    torch.testing.assert_close(one[0, 0], batch[0, 0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

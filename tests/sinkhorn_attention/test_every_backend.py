@@ -282,16 +282,17 @@ def test_finite_differences(engine: Engine) -> None:
 
 
 @every_engine
-def test_nan_stays_in_its_own_sample(engine: Engine) -> None:
+@pytest.mark.parametrize("n_iters", [1, 4, 5])
+def test_nan_stays_in_its_own_sample(engine: Engine, n_iters: int) -> None:
     inputs = tokens(engine, 18, 18, 3)
     for place in range(3):
         broken = [tensor.clone() for tensor in inputs]
         broken[place][1, 3, 2] = math.nan
-        got = step(lambda *each: engine(*each, 4), broken)
+        got = step(lambda *each: engine(*each, n_iters), broken)
         assert got[0][1].isnan().any()
-        if place < 2:
-            assert got[0][1].isnan().all()
-        assert_near([tensor[::2] for tensor in got], [tensor[::2] for tensor in definition(inputs, 4)])
+        if place < 2 and n_iters > 1:
+            assert all(tensor[1].isnan().all() for tensor in got[:3])
+        assert_near([tensor[::2] for tensor in got], [tensor[::2] for tensor in definition(inputs, n_iters)])
 
 
 # ------------------------------------------------------------------------------------------------------ sums and shapes
