@@ -108,7 +108,8 @@ def implicit_attention(
         coupling = implicit_coupling(scores, n_iters)
         if dropout_mask is not None:
             coupling = coupling * dropout_mask
-        return coupling @ value
+        output = coupling @ value
+        return output if query_mask is None else output.masked_fill(~query_mask.unsqueeze(-1), 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ the coupling itself

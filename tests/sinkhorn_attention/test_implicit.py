@@ -134,9 +134,13 @@ def test_padding_changes_nothing() -> None:
     padded = [
         torch.cat([tensor, torch.full((3, tensor.shape[1]), math.nan).double()]) for tensor in (query, key, value)
     ]
-    got = value_and_gradients(
-        lambda q, k, v: implicit_attention(q, k, v, 301, 0.5, query_mask=mask, key_mask=mask)[:5], padded
-    )
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = implicit_attention(query, key, value, 301, 0.5, query_mask=mask, key_mask=mask)
+        output.register_hook(lambda arriving: arriving.masked_fill(~mask.unsqueeze(-1), math.nan))
+        return output[:5]
+
+    got = value_and_gradients(attend, padded)
     want = value_and_gradients(lambda q, k, v: implicit_attention(q, k, v, 301, 0.5), [query, key, value])
     torch.testing.assert_close(got[0], want[0], atol=1e-13, rtol=0)
     for found, expected in zip(got[1], want[1], strict=True):

@@ -112,7 +112,9 @@ class Normalizer(nn.Module):
         if key_mask is not None:
             value = value.masked_fill(~key_mask.unsqueeze(-1), 0.0)
         wide = torch.promote_types(coupling.dtype, value.dtype)
-        return full_precision_matmul(coupling.to(wide), value.to(wide)).to(dtype)
+        output = full_precision_matmul(coupling.to(wide), value.to(wide)).to(dtype)
+        # What arrives at a padded query, NaN included, then reaches no gradient.
+        return output if query_mask is None else output.masked_fill(~query_mask.unsqueeze(-1), 0.0)
 
     def coupling(
         self,
