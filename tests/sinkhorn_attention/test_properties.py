@@ -57,7 +57,7 @@ def rounding(problem: Any, dtype: torch.dtype, least: float, of_scores: float) -
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_problems(make_problem, matches_reference, monkeypatch, seed: int) -> None:
-    """Tolerances are twice the largest errors that these problems have.
+    """Tolerances are three times the largest errors measured: another processor's products round in another order.
 
     Where scores are below 20 these are 5.7 half units in float32 and 9.0 in float64; beyond that, as multiples of the
     largest score, 0.66 and 0.85 half units.
@@ -73,7 +73,7 @@ def test_random_problems(make_problem, matches_reference, monkeypatch, seed: int
         dtype = choose(generator, torch.float64, torch.float32)
         options = random_options(generator, n, m)
         problem = make_problem(n, m, n_iters, std=std, seed=1000 * seed + number, **options)
-        tolerance = rounding(problem, dtype, *((11, 1.3) if dtype == torch.float32 else (18, 1.7)))
+        tolerance = rounding(problem, dtype, *((17, 2.0) if dtype == torch.float32 else (27, 2.6)))
         described = f"{seed}/{number}: {engine} n={n} m={m} T={n_iters} std={std} {dtype} {list(options)}"
         check(
             matches_reference, described, problem, "streaming" if engine == "streaming" else "dense", dtype, tolerance
@@ -96,7 +96,7 @@ def test_random_problems_in_triton(make_problem, matches_reference, seed: int) -
         options = random_options(generator, n, m)
         problem = make_problem(n, m, n_iters, std=std, seed=1000 * seed + number, **options)
         described = f"{seed}/{number}: n={n} m={m} T={n_iters} std={std} {list(options)}"
-        tolerance = rounding(problem, torch.float32, 9, 0.7)
+        tolerance = rounding(problem, torch.float32, 14, 1.1)
         check(matches_reference, described, problem, "triton", torch.float32, tolerance, DEVICE)
 
 
