@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .command import finish
 from .data.base import DataModule
 from .errors import RunError
 from .files import explain_full_disk, write_atomic
@@ -195,4 +196,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

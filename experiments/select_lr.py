@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 
+from .command import finish
 from .errors import RunError
 from .runners.run_dir import read_config
 
@@ -153,4 +154,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from experiments.command import finish
 from experiments.errors import RunError
 from experiments.train import say
 
@@ -60,4 +61,4 @@ def _cancel(tasks: Sequence[SubmittedRun], yes: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main)

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from experiments.command import finish
 from experiments.errors import RunError
 from experiments.train import say
 
@@ -138,4 +139,4 @@ def _watch(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main)

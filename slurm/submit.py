@@ -23,6 +23,7 @@ from rich.table import Table
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
+from experiments.command import finish
 from experiments.errors import RunError
 from experiments.files import explain_full_disk
 from experiments.train import say
@@ -316,4 +317,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    finish(main)

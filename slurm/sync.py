@@ -20,6 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from experiments.command import finish
 from experiments.errors import RunError
 from experiments.files import write_json
 from experiments.train import say
@@ -209,4 +210,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main)

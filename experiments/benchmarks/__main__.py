@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..command import finish
 from ..errors import RunError
 from . import attention
 from .cases import Case
@@ -158,4 +159,4 @@ RUNS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main)

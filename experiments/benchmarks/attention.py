@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from sinkhorn_attention.reference import sinkhorn_attention_reference
 
+from ..command import finish
 from ..errors import RunError
 from .cases import CASES, COUNTS, QUICK_CASES, Case, attention
 from .results import Row, attention_table, rows_of, write_csv
@@ -182,4 +183,4 @@ def error_row(case: Case, variant: str, device: str, dtype: str) -> Row:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main)

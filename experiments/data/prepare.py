@@ -16,6 +16,7 @@ from typing import IO, Any
 from torchvision.datasets import MNIST as TorchvisionMNIST
 from torchvision.datasets.utils import download_url
 
+from ..command import finish
 from ..errors import RunError
 from ..files import explain_full_disk, write_atomic
 from . import cats_dogs, furniture, home_assistant, imdb, iwslt14, mnist, mnist5k, modelnet40, movie_sentences
@@ -216,4 +217,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

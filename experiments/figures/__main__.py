@@ -10,6 +10,7 @@ from types import ModuleType
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ..command import finish
 from ..errors import RunError
 from . import NAMES
 from .base import write
@@ -63,4 +64,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main)

@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from ..command import finish
 from ..errors import RunError
 from .base import Options, Statement, parse, write
 
@@ -124,4 +125,4 @@ def as_table(rows: Sequence[tuple[str, Statement]]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    finish(main)
