@@ -25,7 +25,18 @@ import torch
 from torch import Tensor
 
 from . import blockwise
-from .guard import BOUNDED, FLUSH_LOG2, LOG_DOMAIN, PEAK, SHIFTED, bounded_heads, must_hide_padding, runs, trusted_heads
+from .guard import (
+    BOUNDED,
+    FLUSH_LOG2,
+    LOG_DOMAIN,
+    PEAK,
+    SHIFTED,
+    bounded_heads,
+    merge_modes,
+    must_hide_padding,
+    runs,
+    trusted_heads,
+)
 from .log_domain import log_domain_coupling, log_domain_scores_gradient, target_ratio
 from .log_domain_blocks import backward_by_blocks, output_by_blocks
 from .operators import AttentionOperator, CouplingOperator, State, compute_dtype
@@ -329,6 +340,7 @@ def forward_with_guard(
                 output[heads] = _output_in_log_domain(problem, heads, n_iters, problem.dtype, damping)
             return result, u, v, mode
         mode.copy_(~bounded_heads(problem))
+        merge_modes(mode, size)
         problem.hides_padding = must_hide_padding(problem, value)
         for heads, head_mode in runs(mode.tolist(), size):
             run(problem, heads, head_mode, n_iters, output[heads], u[:, heads], v[:, heads])
@@ -602,6 +614,7 @@ def coupling_forward(
                 coupling[heads] = log_domain_coupling(problem.scores(heads, dtype, 1.0), n_iters)[2]
             return result, u, v, mode
         mode.copy_(~bounded_heads(problem))
+        merge_modes(mode, size)
         for heads, head_mode in runs(mode.tolist(), size):
             kernel, rows, columns = coupling[heads], u[:, heads], v[:, heads]
             first, *targets, _, has_empty = make_kernel(problem, heads, head_mode, None, None, kernel, kernel)

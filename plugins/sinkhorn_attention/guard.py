@@ -25,6 +25,8 @@ FLUSH_LOG2 = {torch.float32: -126.0, torch.float64: -1022.0}
 
 #: From this entry of a coupling on, the gradient is a difference of nearly equal terms; see `dense`.
 PEAK = 0.9
+#: Runs of heads with the same mode that a chunk may be cut into; see `merge_modes`.
+MAX_PIECES = 3
 #: How a head was computed: by which case of the guard.
 BOUNDED, SHIFTED, LOG_DOMAIN = 0, 1, 2
 
@@ -79,6 +81,18 @@ def trusted_heads(u: Tensor, v: Tensor) -> Tensor:
     """Guard B: which heads' scalings u (half-steps, heads, n) and v stayed in the trusted range; NaN never does."""
     product = u.amax((0, 2)).log2() + v.amax((0, 2)).log2()
     return product <= GUARD_LOG2[u.dtype]
+
+
+def merge_modes(mode: Tensor, size: int) -> None:
+    """Shifts bounded heads of a chunk too where shifted ones lie scattered among them: many small pieces cost more.
+
+    Args:
+        mode: BOUNDED or SHIFTED of each head, (heads,); is changed.
+        size: heads in a chunk.
+    """
+    for chunk in mode.split(size):
+        if int((chunk[1:] != chunk[:-1]).sum()) >= MAX_PIECES:
+            chunk.fill_(SHIFTED)
 
 
 def runs(modes: list[int], size: int) -> list[tuple[slice, int]]:

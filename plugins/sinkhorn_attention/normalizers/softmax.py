@@ -38,9 +38,14 @@ def softmax_attention(
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     if mask is not None and mask.dtype != torch.bool:
         mask = _cast_bias(mask, dtype)
-    # Its fused kernels want values as wide as the keys.
-    width = value.shape[-1]
-    value = F.pad(value, [0, max(query.shape[-1] - width, 0)])
+    # Its fused kernels want queries, keys and values of one width; without them it takes twice the time.
+    width, head_dim = value.shape[-1], query.shape[-1]
+    if width < head_dim:
+        value = F.pad(value, [0, head_dim - width])
+    elif width > head_dim > 0:
+        if scale is None:
+            scale = head_dim**-0.5
+        query, key = F.pad(query, [0, width - head_dim]), F.pad(key, [0, width - head_dim])
     out = F.scaled_dot_product_attention(
         query.to(dtype), key.to(dtype), value.to(dtype), attn_mask=mask, dropout_p=dropout_p, scale=scale
     )[..., :width]
