@@ -99,7 +99,7 @@ def test_zeros_are_put_there_only_where_they_are_needed(monkeypatch, garbage: fl
 @pytest.mark.parametrize(("width", "value_width"), [(4, 4), (4, 9), (9, 4), (0, 4)])
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_softmax_of_every_width(width: int, value_width: int, scale: float | None) -> None:
-    """Narrow tokens are filled up with zeros for torch's fused kernels; the default scale is that of their own width."""
+    """Narrow tokens are filled up with zeros for torch's fused kernels; the scale is that of their own width."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(N, width), (M, width), (M, value_width)]
     leaves = [torch.randn(2, *shape, generator=generator).double().requires_grad_() for shape in shapes]
