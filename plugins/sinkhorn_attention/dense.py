@@ -374,15 +374,15 @@ def apply_coupling(problem: Problem, heads: slice, kernel: Tensor, u: Tensor, v:
     output.mul_(u.unsqueeze(2))
 
 
-def _is_too_large_for_float64(problem: Problem) -> bool:
-    """Whether a map in float64 takes more than an engine may hold."""
-    return problem.n * problem.m * torch.float64.itemsize > SLAB_BYTES
+def _passes_log_domain_by_blocks(problem: Problem, damping: float) -> bool:
+    """Whether heads of guard C are passed by blocks: where a map in float64 takes more than an engine may hold."""
+    return damping == 1.0 and problem.n * problem.m * torch.float64.itemsize > SLAB_BYTES
 
 
 def _output_in_log_domain(
     problem: Problem, heads: Tensor | slice, n_iters: int, dtype: torch.dtype, damping: float
 ) -> Tensor:
-    if isinstance(heads, Tensor) and damping == 1.0 and _is_too_large_for_float64(problem):
+    if isinstance(heads, Tensor) and _passes_log_domain_by_blocks(problem, damping):
         return output_by_blocks(problem, heads, n_iters, dtype)
     coupling = log_domain_coupling(problem.scores(heads, dtype, 1.0), n_iters, damping)[2]
     dropout = problem.dropout(heads, dtype)
@@ -572,7 +572,7 @@ def _backward_in_log_domain(
     dtype: torch.dtype,
     damping: float,
 ) -> None:
-    if isinstance(heads, Tensor) and damping == 1.0 and _is_too_large_for_float64(problem):
+    if isinstance(heads, Tensor) and _passes_log_domain_by_blocks(problem, damping):
         backward_by_blocks(problem, heads, settings, d_output, gradients, dtype)
         return
     n_iters, detached = settings

@@ -42,10 +42,8 @@ def bounded_heads(problem: Problem, padding: bool = False) -> Tensor:
         low, high = problem.given_scores.flatten(1).aminmax(dim=1)
         bound = torch.maximum(high, -low).to(problem.dtype)
     else:
-        assert problem.query is not None
-        assert problem.key is not None
-        query_norm = _largest_norms(problem.query.to(problem.dtype), None if padding else problem.query_mask)
-        key_norm = _largest_norms(problem.key.to(problem.dtype), None if padding else problem.key_mask)
+        masks = (None, None) if padding else (problem.query_mask, problem.key_mask)
+        query_norm, key_norm = map(_largest, problem.norms, masks)
         bound = query_norm.mul_(key_norm).mul_(abs(problem.scale))
         bias = problem.attn_bias
         if bias is not None and problem.bias_head is not None:
@@ -54,10 +52,9 @@ def bounded_heads(problem: Problem, padding: bool = False) -> Tensor:
     return bound <= BOUNDED_LOG2 / LOG2E
 
 
-def _largest_norms(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """The largest norm of the tokens (heads, length, d) of each head, of those in the mask if there is one."""
-    norms = torch.linalg.vector_norm(tokens, dim=2)
-    return (norms if mask is None else norms.masked_fill_(~mask, 0.0)).amax(1)
+def _largest(norms: Tensor, mask: Tensor | None) -> Tensor:
+    """The largest norm (heads, length) of each head, of the tokens in the mask if there is one."""
+    return (norms if mask is None else norms.masked_fill(~mask, 0.0)).amax(1)
 
 
 def must_hide_padding(problem: Problem, *factors: Tensor) -> bool:

@@ -94,6 +94,14 @@ class Problem:
         assert self.value is not None
         return self.hide_columns(self.value[heads].to(dtype or self.dtype), heads)
 
+    @cached_property
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """Norms of all queries (heads, n) and keys (heads, m), of what lies in the padding too."""
+        assert self.query is not None
+        assert self.key is not None
+        norm = torch.linalg.vector_norm
+        return norm(self.query.to(self.dtype), dim=2), norm(self.key.to(self.dtype), dim=2)
+
     def hide_rows(self, tokens: Tensor, heads: slice | Tensor) -> Tensor:
         """What belongs to the queries of some heads (heads, n, d), zero where masked unless padding may stay."""
         return hide(tokens, self.query_mask if self.hides_padding else None, heads)
