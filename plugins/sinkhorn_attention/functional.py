@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import flash_streaming
 from .dense import dense_attention, dense_coupling
 from .implicit import implicit_attention
 from .masks import CAUSAL_REFUSAL, bias_from_keep, is_causal_bias
-from .operators import compute_dtype, is_eager, without_autocast
+from .operators import compute_dtype, is_eager, refuse_transforms, without_autocast
 from .problem import dropout_factor
 from .reference import sinkhorn_attention_reference
 from .streaming import streaming_attention
@@ -285,24 +284,6 @@ ENGINES: dict[str, Callable[..., Tensor]] = {
     "streaming": in_streaming,
     "triton": in_triton,
 }
-
-
-def refuse_transforms(*tensors: Tensor | None, instead: str = "sinkhorn_attention(..., backend='reference')") -> None:
-    """Refuses torch.func transforms and forward-mode derivatives, which a hand-written backward cannot serve.
-
-    A dual tensor would otherwise lose its tangent without a word. `instead` says what has them.
-    """
-    if torch.compiler.is_compiling():
-        return
-    transformed = torch._C._are_functorch_transforms_active()
-    dual = forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    )
-    if transformed or dual:
-        raise NotImplementedError(
-            "this engine of attention does not work under torch.func transforms or forward-mode "
-            f"derivatives (grad, vmap, jvp, ...); use {instead} there"
-        )
 
 
 def is_dense(tensor: Tensor) -> bool:

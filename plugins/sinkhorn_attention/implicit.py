@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .dense import exponentiate, half_steps, trusted_heads
 from .log_domain import log_half_step, target_ratio
-from .operators import compute_dtype, without_autocast
+from .operators import compute_dtype, refuse_transforms, without_autocast
 from .problem import LOG2E
 
 #: Largest deviation of a row or column sum, relative to its target, at which the derivative is still given.
@@ -283,6 +283,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, coupling_gradient):  # type: ignore[no-untyped-def]
+    refuse_transforms(coupling_gradient)
     gradient = implicit_sinkhorn_backward(coupling_gradient, *ctx.saved_tensors, ctx.n_iters)
     return gradient.to(ctx.dtype), None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 #: Makes what an engine saves beside its output, from (like, heads, n, m, the first of its settings): three tensors.
 State = Callable[[Tensor, int, int, int, Any], tuple[Tensor, Tensor, Tensor]]
@@ -41,17 +42,26 @@ def refuse_double_backward(ctx: Any, *gradients: Tensor, instead: str = "backend
     )
 
 
-class _RefuseSecondDerivative(torch.autograd.Function):
-    """Passes gradients on, and refuses to be differentiated."""
+def refuse_transforms(*tensors: Tensor | None, instead: str = "sinkhorn_attention(..., backend='reference')") -> None:
+    """Refuses torch.func transforms and forward-mode derivatives, which a hand-written backward cannot serve.
 
-    @staticmethod
-    def forward(ctx: Any, refuse: Callable, *gradients: Tensor) -> tuple[Tensor, ...]:
-        ctx.refuse = refuse
-        return gradients
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        ctx.refuse(ctx, *gradients)
+    A dual tensor would otherwise lose its tangent without a word. `instead` says what has them.
+    """
+    if torch.compiler.is_compiling():
+        return
+    transformed = torch._C._are_functorch_transforms_active() or any(
+        # autograd.grad(is_grads_batched=True) and jacobian(vectorize=True) batch what arrives at a backward
+        tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor)
+        for tensor in tensors
+    )
+    dual = forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
+    if transformed or dual:
+        raise NotImplementedError(
+            "this engine of attention does not work under torch.func transforms or forward-mode "
+            f"derivatives (grad, vmap, jvp, ...); use {instead} there"
+        )
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -90,11 +100,12 @@ class _Operator:
         self.backward.register_fake(fakes[1])
 
         def backward_of_operator(ctx: Any, output_gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
+            refuse_transforms(output_gradient, instead=instead)
             return self.differentiate(ctx, output_gradient, self.backward)
 
         self.forward.register_autograd(backward_of_operator, setup_context=self.save)
         self.backward.register_autograd(self.refuse)
-        self.function = self._make_function(forward, backward)
+        self.function = self._make_function(forward, backward, instead)
 
     def __call__(self, *arguments: Any) -> Tensor:
         """The first result of forward; arguments as forward's."""
@@ -108,18 +119,20 @@ class _Operator:
     def differentiate(self, ctx: Any, output_gradient: Tensor | None, backward: Callable) -> tuple[Any, ...]:
         raise NotImplementedError
 
-    def _make_function(self, forward: Callable, backward: Callable) -> type[torch.autograd.Function]:
+    def _make_function(self, forward: Callable, backward: Callable, instead: str) -> type[torch.autograd.Function]:
         save, differentiate, refuse = self.save, self.differentiate, self.refuse
 
-        def once_differentiable(*arguments: Any) -> Any:
-            with torch.no_grad():
-                gradients = backward(*arguments)
-            if not torch.is_grad_enabled():
-                return gradients
-            several = isinstance(gradients, tuple)
-            fresh = [gradient.requires_grad_() for gradient in (gradients if several else (gradients,))]
-            refusing = _RefuseSecondDerivative.apply(refuse, *fresh)
-            return refusing if several else refusing[0]
+        class EngineBackward(torch.autograd.Function):
+            # A function of its own, of the saved tensors: its node has edges to whatever the call depends on, so that
+            # every way to a second derivative comes to it.
+
+            @staticmethod
+            def forward(ctx: Any, *arguments: Any) -> Any:
+                return backward(*arguments)
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> None:
+                refuse(ctx, *gradients)
 
         class Engine(torch.autograd.Function):
             @staticmethod
@@ -130,7 +143,8 @@ class _Operator:
 
             @staticmethod
             def backward(ctx: Any, output_gradient: Tensor | None) -> tuple[Any, ...]:
-                return differentiate(ctx, output_gradient, once_differentiable)
+                refuse_transforms(output_gradient, instead=instead)
+                return differentiate(ctx, output_gradient, EngineBackward.apply)
 
         return Engine
 
