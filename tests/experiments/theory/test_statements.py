@@ -2,6 +2,7 @@
 
 import pytest
 
+from experiments.theory import regularity
 from experiments.theory.__main__ import NAMES
 
 
@@ -21,6 +22,7 @@ def test_statements_hold(run_small, name: str) -> None:
         ("gradient_flow", 2),
         ("heat_limit", 3),
         ("clusters", 1),
+        ("regularity", 1),
         ("rank_and_depth", 2),
         ("transport", 3),
         ("implicit", 2),
@@ -29,3 +31,11 @@ def test_statements_hold(run_small, name: str) -> None:
 def test_statements_fail_without_column_steps(run_small, without_column_steps, name: str, at_least: int) -> None:
     """At least 15 statements in all."""
     assert sum(statement.holds is False for statement in run_small(name).statements) >= at_least
+
+
+def test_the_constants_of_small_moves_notice_a_scale_that_is_off(run_small, monkeypatch) -> None:
+    """By a fiftieth, far below the slack of the paper's bounds."""
+    honest = regularity.self_attention
+    monkeypatch.setattr(regularity, "self_attention", lambda name, scale, **given: honest(name, 1.02 * scale, **given))
+    constants = [s for s in run_small("regularity").statements if "most sensitive small move" in s.sentence]
+    assert [statement.holds for statement in constants] == [False] * 3
