@@ -16,6 +16,7 @@ Guard A holds as it stands. One pair of half-steps on log v keeps order and take
 log v = 0 on it stays within max - min of its limit, which a column step bounds by 2 lambda max|C|.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,10 +36,12 @@ from .dense import (
     scores_gradient,
 )
 from .dense import empty_state as empty_dense_state
-from .functional import COUPLING_INSTEAD, attention_by, check_n_iters
+from .functional import COUPLING_INSTEAD, attention_by_engine, check_n_iters
 from .guard import SHIFTED
+from .masks import support_of
 from .operators import AttentionOperator
 from .problem import Problem
+from .reference import attention_by
 from .scratch import borrow
 
 
@@ -77,7 +80,7 @@ def damped_attention(
     """
     check_n_iters(n_iters)
     options = scale, attn_bias, query_mask, key_mask, dropout_p
-    return attention_by(damped_engine, (n_iters, damping), query, key, value, *options)
+    return attention_by_engine(damped_engine, (n_iters, damping), query, key, value, *options)
 
 
 def empty_state(like: Tensor, heads: int, n: int, m: int, n_iters: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,11 +169,41 @@ def _scores_gradient(
     return scores_gradient(kernel, ratio, u, v[::2], n_iters, row_sums, column_sums, detached, gains)
 
 
+def damped_coupling(
+    scores: Tensor, n_iters: int, damping: float, query_mask: Tensor | None = None, key_mask: Tensor | None = None
+) -> Tensor:
+    """The definition of the map, (..., n, m), from scores whose -inf is no support; in the dtype of the scores."""
+    support = support_of(scores, query_mask, key_mask)
+    rows, columns = support.any(-1, keepdim=True), support.any(-2, keepdim=True)
+    kernel = torch.where(support, scores.to(torch.promote_types(scores.dtype, torch.float32)), -math.inf)
+    log_n = rows.sum(-2, keepdim=True).clamp(min=1).to(kernel.dtype).log()
+    log_m = columns.sum(-1, keepdim=True).clamp(min=1).to(kernel.dtype).log()
+    # A row or column without support would make logsumexp -inf and its derivative NaN: it is replaced by zeros.
+    f = torch.zeros_like(log_n)
+    g = torch.zeros_like(log_n)
+    for step in range(n_iters):
+        if step % 2 == 0:
+            f = -log_n - torch.where(rows, kernel + g, 0.0).logsumexp(-1, keepdim=True)
+        else:
+            g = damping * (-log_m - torch.where(columns, kernel + f, 0.0).logsumexp(-2, keepdim=True))
+    return torch.where(support, kernel + f + g + log_n, -math.inf).exp().to(scores.dtype)
+
+
+def define(
+    query: Tensor, key: Tensor, value: Tensor, n_iters: int, damping: float, scale: float, *masks: Tensor | None
+) -> Tensor:
+    """The definition, of the engine's arguments."""
+    return attention_by(
+        lambda scores: damped_coupling(scores, n_iters, damping, *masks[1:3]), query, key, value, scale, *masks
+    )
+
+
 damped_engine = AttentionOperator(
     "damped",
     attention_forward,
     attention_backward,
     empty_state,
+    define,
     "int n_iters, float damping, float scale",
     COUPLING_INSTEAD,
 )

@@ -41,6 +41,7 @@ from .log_domain import log_domain_coupling, log_domain_scores_gradient, target_
 from .log_domain_blocks import backward_by_blocks, output_by_blocks
 from .operators import AttentionOperator, CouplingOperator, State, compute_dtype
 from .problem import LOG2E, Gradients, Problem
+from .reference import sinkhorn_attention_reference, sinkhorn_reference
 from .scratch import borrow, hold
 
 #: Bytes of K that a chunk of heads may take on the CPU for each thread: it stays in a core's cache (2 MB where this was
@@ -674,5 +675,18 @@ def coupling_backward(
     return d_scores.view(scores.shape)
 
 
-dense_attention = AttentionOperator("dense", attention_forward, attention_backward, empty_state)
-dense_coupling = CouplingOperator("dense", coupling_forward, coupling_backward, empty_state)
+def define_attention(
+    query: Tensor, key: Tensor, value: Tensor, n_iters: int, scale: float, detached: bool, *masks: Tensor | None
+) -> Tensor:
+    """The definition, of an engine's arguments."""
+    gradient = "detached" if detached else "unrolled"
+    return sinkhorn_attention_reference(query, key, value, n_iters, scale, *masks, gradient=gradient)
+
+
+def define_coupling(scores: Tensor, n_iters: int, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """The definition, of an engine's arguments."""
+    return sinkhorn_reference(scores.to(compute_dtype(scores)), n_iters, query_mask, key_mask)
+
+
+dense_attention = AttentionOperator("dense", attention_forward, attention_backward, empty_state, define_attention)
+dense_coupling = CouplingOperator("dense", coupling_forward, coupling_backward, empty_state, define_coupling)

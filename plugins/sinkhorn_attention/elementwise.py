@@ -15,9 +15,11 @@ from torch import Tensor
 
 from .blockwise import block_rows
 from .dense import BACKWARD_CHUNKS, SLAB_BYTES, attention_problem, chunk_size, fill_scores
-from .functional import COUPLING_INSTEAD, attention_by
+from .functional import COUPLING_INSTEAD, attention_by_engine
+from .masks import support_of
 from .operators import AttentionOperator, compute_dtype, without_autocast
 from .problem import Gradients, Problem, hide
+from .reference import attention_by
 from .scratch import borrow
 
 
@@ -53,7 +55,7 @@ def sigmoid_attention(
         NotImplementedError: under torch.func transforms and forward-mode derivatives.
     """
     options = scale, attn_bias, query_mask, key_mask, dropout_p
-    return attention_by(sigmoid_engine, (bias,), query, key, value, *options, row_wise=True)
+    return attention_by_engine(sigmoid_engine, (bias,), query, key, value, *options, row_wise=True)
 
 
 def empty_state(like: Tensor, heads: int, n: int, m: int, bias: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,6 +178,27 @@ def _log_support(problem: Problem, heads: slice, spans: list[slice]) -> Tensor:
     return keys.sum(1).clamp(min=1).to(problem.dtype).log()
 
 
+def sigmoid_coupling(
+    scores: Tensor, bias: float | None, query_mask: Tensor | None = None, key_mask: Tensor | None = None
+) -> Tensor:
+    """The definition of the map, (..., n, m), from scores whose -inf is no support; in the dtype of the scores."""
+    support = support_of(scores, query_mask, key_mask)
+    logits = torch.where(support, scores.to(torch.promote_types(scores.dtype, torch.float32)), 0.0)
+    if bias is None:
+        keys = support.any(-2, keepdim=True).sum(-1, keepdim=True).clamp(min=1)
+        logits = logits - keys.to(logits.dtype).log()
+    else:
+        logits = logits + bias
+    return torch.where(support, logits.sigmoid(), 0.0).to(scores.dtype)
+
+
+def define(
+    query: Tensor, key: Tensor, value: Tensor, bias: float | None, scale: float, *masks: Tensor | None
+) -> Tensor:
+    """The definition, of the engine's arguments."""
+    return attention_by(lambda scores: sigmoid_coupling(scores, bias, *masks[1:3]), query, key, value, scale, *masks)
+
+
 sigmoid_engine = AttentionOperator(
-    "sigmoid", attention_forward, attention_backward, empty_state, "float? bias, float scale", COUPLING_INSTEAD
+    "sigmoid", attention_forward, attention_backward, empty_state, define, "float? bias, float scale", COUPLING_INSTEAD
 )

@@ -85,8 +85,9 @@ def sinkhorn_attention(
         key_mask: (m,) or (..., m), likewise.
         dropout_p: probability of dropping an entry of the final map, without renormalising.
         gradient: "unrolled" is the exact derivative of the half-steps; "detached" takes the column potential for a
-            constant, as the published sentiment code does; "implicit" is the derivative at convergence, whatever the
-            backend (see implicit.py; a backward pass on the CPU raises where the half-steps have not converged).
+            constant, as the published sentiment code does; "implicit" is the derivative at convergence, which keeps the
+            map and takes no other backend than "auto" and "dense" (see implicit.py; a backward pass on the CPU raises
+            where the half-steps have not converged).
         backend: "reference" is the definition; "dense" the fast engine, which on the CPU works in cache-sized chunks of
             heads while a head's map is below 8 MB, in blocks of rows of a kept map up to 256 MB, and makes the blocks
             again above that and for one or two half-steps; "streaming" always makes them again: memory O(n d), up to
@@ -107,9 +108,7 @@ def sinkhorn_attention(
     """
     check_n_iters(n_iters)
     check_attention_arguments(query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p)
-    for option, given, names in (("gradient", gradient, GRADIENTS), ("backend", backend, BACKENDS)):
-        if given not in names:
-            raise ValueError(f"{option} must be one of {', '.join(names)}, got {given!r}")
+    check_engine(gradient, backend)
     query, key, value, scale, attn_bias, query_mask, key_mask, dropout_keep = prepare(
         query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p
     )
@@ -127,7 +126,7 @@ def sinkhorn_attention(
     return attend(query, key, value, n_iters, scale, gradient == "detached", *masks, dropout_p).to(dtype)
 
 
-def attention_by(
+def attention_by_engine(
     engine: Callable[..., Tensor],
     settings: tuple[Any, ...],
     query: Tensor,
@@ -297,7 +296,12 @@ def is_floating_matrix(argument: object) -> bool:
 
 
 def is_finite_number(argument: object) -> bool:
-    """Whether the argument is a Python number that a float can hold; a comparison, which torch.compile can trace."""
+    """Whether the argument is a Python number that a float can hold; a comparison, which torch.compile can trace.
+
+    A number that torch.jit.trace works out of a shape, for ONNX, is a tensor.
+    """
+    if torch.jit.is_tracing() and isinstance(argument, Tensor):
+        return argument.dim() == 0
     return isinstance(argument, int | float) and abs(argument) <= sys.float_info.max
 
 
@@ -308,6 +312,18 @@ def describe(argument: object) -> str:
     if argument.is_nested:
         return "a nested tensor (pad it and pass query_mask and key_mask)"
     return f"{tuple(argument.shape)} {argument.dtype}" + ("" if is_dense(argument) else f" {argument.layout}")
+
+
+def check_engine(gradient: str, backend: str) -> None:
+    """Raises ValueError unless `gradient` and `backend` are known names that go together."""
+    for option, given, names in (("gradient", gradient, GRADIENTS), ("backend", backend, BACKENDS)):
+        if given not in names:
+            raise ValueError(f"{option} must be one of {', '.join(names)}, got {given!r}")
+    if gradient == "implicit" and backend not in ("auto", "dense"):
+        raise ValueError(
+            f"gradient='implicit' keeps the map and has one way of computing, which backend={backend!r} is not: "
+            "take backend='auto', or gradient='unrolled'"
+        )
 
 
 def check_n_iters(n_iters: int) -> None:

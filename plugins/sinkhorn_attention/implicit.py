@@ -25,11 +25,13 @@ import math
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
 
 from .dense import exponentiate, half_steps, trusted_heads
 from .log_domain import log_half_step, target_ratio
 from .operators import compute_dtype, refuse_transforms, without_autocast
 from .problem import LOG2E
+from .reference import sinkhorn_reference
 
 #: Largest deviation of a row or column sum, relative to its target, at which the derivative is still given.
 CONVERGENCE_TOLERANCE = 1e-3
@@ -60,6 +62,8 @@ def implicit_coupling(scores: Tensor, n_iters: int) -> Tensor:
         NotConvergedError: in the backward pass, for CPU tensors, where a row or column sum is further than
             `CONVERGENCE_TOLERANCE` from its target.
     """
+    if torch.onnx.is_in_onnx_export():
+        return _define(scores, n_iters)
     return implicit_sinkhorn(scores, n_iters)
 
 
@@ -133,6 +137,12 @@ def implicit_sinkhorn(scores: Tensor, n_iters: int) -> Tensor:
 @implicit_sinkhorn.register_fake
 def _(scores: Tensor, n_iters: int) -> Tensor:
     return scores.new_empty(scores.shape, dtype=compute_dtype(scores))
+
+
+@register_decomposition(torch.ops.sinkhorn_attention.implicit_sinkhorn.default)
+def _define(scores: Tensor, n_iters: int) -> Tensor:
+    """The value by the definition, for ONNX, which has no operator of ours."""
+    return sinkhorn_reference(scores.to(compute_dtype(scores)), n_iters)
 
 
 def _in_exponential_domain(scores: Tensor, n_iters: int) -> tuple[Tensor, Tensor]:

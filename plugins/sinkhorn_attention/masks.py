@@ -94,3 +94,13 @@ def is_causal_bias(attn_bias: Tensor) -> bool:
             if bool((whole & (hidden > 1)).any()) or (bool(whole.all()) and bool(hidden.any())):
                 return True
     return n == m and bool(hidden.any()) and bool(support.triu(1).any() != support.tril(-1).any())
+
+
+def support_of(scores: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """Where the map may be positive, boolean (..., n, m): unmasked, and not -inf."""
+    support = scores != -math.inf
+    if query_mask is not None:
+        support = support & query_mask.unsqueeze(-1)
+    if key_mask is not None:
+        support = support & key_mask.unsqueeze(-2)
+    return support

@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import register_decomposition
 from torch.autograd import forward_ad
+
+from .problem import dropout_factor
 
 #: Makes what an engine saves beside its output, from (like, heads, n, m, the first of its settings): three tensors.
 State = Callable[[Tensor, int, int, int, Any], tuple[Tensor, Tensor, Tensor]]
@@ -78,7 +81,8 @@ class _Operator:
     """A forward and a backward function, registered as custom operators and as an autograd function.
 
     Subclasses say what autograd keeps (`save`) and how its backward calls the engine's (`differentiate`). `instead`
-    says in the error what has the second derivatives that the engine has not.
+    says in the error what has the second derivatives that the engine has not. `definition`, of forward's arguments,
+    is the same result from torch's own operations: what ONNX gets, which has no operator of ours.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class _Operator:
         schema: str,
         backward_schema: str,
         fakes: list[Callable],
+        definition: Callable[..., Tensor],
         instead: str = "backend='reference'",
     ) -> None:
         custom_op = torch.library.custom_op
@@ -105,12 +110,21 @@ class _Operator:
 
         self.forward.register_autograd(backward_of_operator, setup_context=self.save)
         self.backward.register_autograd(self.refuse)
+        self.definition = definition
+
+        def decompose(*arguments: Any) -> tuple[Tensor, ...]:
+            # Of a program exported before: torch.onnx.export asks this table for what it does not know.
+            return definition(*arguments), *fakes[0](*arguments)[1:]
+
+        register_decomposition(getattr(torch.ops.sinkhorn_attention, self.forward._name).default)(decompose)
         self.function = self._make_function(forward, backward, instead)
 
     def __call__(self, *arguments: Any) -> Tensor:
         """The first result of forward; arguments as forward's."""
         if is_eager(*(argument for argument in arguments if isinstance(argument, Tensor))):
             return self.function.apply(*arguments)
+        if torch.onnx.is_in_onnx_export():
+            return self.definition(*arguments)
         return self.forward(*arguments)[0]
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -160,6 +174,8 @@ class AttentionOperator(_Operator):
             gradients of query, key, value, and of attn_bias, in its shape and dtype, if asked for, otherwise an empty
             tensor.
         state: makes an uninitialised state.
+        definition: (query, key, value, *settings, attn_bias, query_mask, key_mask, dropout_mask) -> output, from
+            torch's own operations.
         settings: the engine's numbers, as a schema has them.
         instead: what has second derivatives.
     """
@@ -170,6 +186,7 @@ class AttentionOperator(_Operator):
         forward: Callable,
         backward: Callable,
         state: State,
+        definition: Callable[..., Tensor],
         settings: str = HALF_STEPS,
         instead: str = "backend='reference'",
     ) -> None:
@@ -185,10 +202,20 @@ class AttentionOperator(_Operator):
             d_bias = attn_bias if bias_gradient and attn_bias is not None else output.new_empty(0)
             return tuple(_contiguous_like(tensor) for tensor in (query, key, value, d_bias))
 
+        def define(query, key, value, *options):  # type: ignore[no-untyped-def]
+            *settings_and_bias, query_mask, key_mask, dropout_keep, dropout_p = options
+            dtype = compute_dtype(query)
+            dropout_mask = None if dropout_keep is None else dropout_factor(dropout_keep, dropout_p, dtype)
+            if settings_and_bias[-1] is not None:
+                settings_and_bias[-1] = settings_and_bias[-1].to(dtype)
+            tokens = query.to(dtype), key.to(dtype), value.to(dtype)
+            with without_autocast(query):
+                return definition(*tokens, *settings_and_bias, query_mask, key_mask, dropout_mask)
+
         options = f"{settings}, {_MASKS}"
         given = f"Tensor output_gradient, Tensor output, {_TOKENS}, {_STATE}, {options}, bool bias_gradient"
         schemas = f"({_TOKENS}, {options}) -> {_FOUR}", f"({given}) -> {_FOUR}"
-        super().__init__(f"{name}_attention", forward, backward, *schemas, [fake, backward_fake], instead)
+        super().__init__(f"{name}_attention", forward, backward, *schemas, [fake, backward_fake], define, instead)
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         tokens, masks = inputs[:3], inputs[self.bias_index : -1]
@@ -216,9 +243,12 @@ class CouplingOperator(_Operator):
         forward: (scores, n_iters, query_mask, key_mask) -> coupling, contiguous and in float32 at least, and the state.
         backward: (coupling_gradient, scores, *state, n_iters, query_mask, key_mask) -> gradient of the scores.
         state: makes an uninitialised state.
+        definition: of forward's arguments, from torch's own operations.
     """
 
-    def __init__(self, name: str, forward: Callable, backward: Callable, state: State) -> None:
+    def __init__(
+        self, name: str, forward: Callable, backward: Callable, state: State, definition: Callable[..., Tensor]
+    ) -> None:
         def fake(scores, n_iters, query_mask, key_mask):  # type: ignore[no-untyped-def]
             n, m, heads = scores.shape[-2], scores.shape[-1], math.prod(scores.shape[:-2])
             coupling = scores.new_empty(scores.shape, dtype=compute_dtype(scores))
@@ -230,7 +260,7 @@ class CouplingOperator(_Operator):
         options = "int n_iters, Tensor? query_mask, Tensor? key_mask"
         backward_schema = f"(Tensor coupling_gradient, Tensor scores, {_STATE}, {options}) -> Tensor"
         schemas = f"(Tensor scores, {options}) -> {_FOUR}", backward_schema
-        super().__init__(f"{name}_coupling", forward, backward, *schemas, [fake, backward_fake])
+        super().__init__(f"{name}_coupling", forward, backward, *schemas, [fake, backward_fake], definition)
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         scores, ctx.n_iters, query_mask, key_mask = inputs

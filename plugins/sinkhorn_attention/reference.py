@@ -4,6 +4,7 @@ Every other engine is held against this module, in value and in gradient, with f
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -66,6 +67,24 @@ def sinkhorn_attention_reference(
 
     `dropout_mask` (..., n, m) multiplies the final coupling: 0 where an entry is dropped, 1 / (1 - p) elsewhere.
     """
+    return attention_by(
+        lambda scores: sinkhorn_reference(scores, n_iters, query_mask, key_mask, gradient),
+        *(query, key, value, scale, attn_bias, query_mask, key_mask, dropout_mask),
+    )
+
+
+def attention_by(
+    normalise: Callable[[Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    attn_bias: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+) -> Tensor:
+    """normalise(scale * query @ key^T + attn_bias) @ value, whatever makes the map (..., n, m) of the scores."""
     if query_mask is not None:  # whatever lies in the padding, NaN included, takes no part
         query = query.masked_fill(~query_mask.unsqueeze(-1), 0.0)
     if key_mask is not None:
@@ -74,7 +93,7 @@ def sinkhorn_attention_reference(
     scores = scale * query @ key.transpose(-1, -2)
     if attn_bias is not None:
         scores = scores + attn_bias
-    coupling = sinkhorn_reference(scores, n_iters, query_mask, key_mask, gradient)
+    coupling = normalise(scores)
     if dropout_mask is not None:
         coupling = coupling * dropout_mask
     output = coupling @ value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import blockwise
-from .dense import backward_with_guard, empty_state, forward_with_guard
+from .dense import backward_with_guard, define_attention, empty_state, forward_with_guard
 from .operators import AttentionOperator
 
 
@@ -28,4 +28,6 @@ def attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return backward_with_guard(partial(blockwise.run_backward, keep=False), torch.get_num_threads(), *arguments)
 
 
-streaming_attention = AttentionOperator("streaming", attention_forward, attention_backward, empty_state)
+streaming_attention = AttentionOperator(
+    "streaming", attention_forward, attention_backward, empty_state, define_attention
+)

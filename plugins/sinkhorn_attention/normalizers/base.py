@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import BACKENDS, GRADIENTS, check_bias, check_mask
+from ..functional import check_bias, check_mask
 from .scores import attention_scores, full_precision_matmul
 
 _REGISTRY: dict[str, type["Normalizer"]] = {}
@@ -63,13 +63,6 @@ def get_normalizer(name: str, **options: object) -> "Normalizer":
         return _REGISTRY[name](**options)  # type: ignore[arg-type]
     except TypeError as error:  # a value of a wrong type, such as "5" for 5
         raise ValueError(f"normalizer {name!r} does not take these options, {options}: {error}") from error
-
-
-def check_engine(gradient: str, backend: str) -> None:
-    """Raises ValueError unless `gradient` and `backend` are names that `sinkhorn_attention` knows, built or not."""
-    for option, value, names in (("gradient", gradient, GRADIENTS), ("backend", backend, BACKENDS)):
-        if value not in names:
-            raise ValueError(f"{option} must be one of {', '.join(names)}, got {value!r}")
 
 
 class Normalizer(nn.Module):

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..functional import check_n_iters, sinkhorn, sinkhorn_attention
-from .base import Normalizer, check_engine, register_normalizer
+from ..functional import check_engine, check_n_iters, sinkhorn, sinkhorn_attention
+from .base import Normalizer, register_normalizer
 from .scores import attention_scores, full_precision_matmul
 
 

@@ -47,13 +47,3 @@ def attention_scores(
     if attn_bias.dtype == torch.bool:
         return scores.masked_fill(~attn_bias, -math.inf)
     return scores + attn_bias
-
-
-def support_of(scores: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-    """Where the map may be positive, boolean (..., n, m): unmasked, and not -inf."""
-    support = scores != -math.inf
-    if query_mask is not None:
-        support = support & query_mask.unsqueeze(-1)
-    if key_mask is not None:
-        support = support & key_mask.unsqueeze(-2)
-    return support

@@ -2,12 +2,10 @@
 
 import math
 
-import torch
 from torch import Tensor
 
-from ..elementwise import sigmoid_attention
+from ..elementwise import sigmoid_attention, sigmoid_coupling
 from .base import Normalizer, register_normalizer
-from .scores import support_of
 
 
 @register_normalizer("sigmoid")
@@ -51,12 +49,4 @@ class Sigmoid(Normalizer):
         return sigmoid_attention(query, key, value, self.bias, scale, attn_bias, query_mask, key_mask, dropout_p)
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
-        support = support_of(scores, query_mask, key_mask)
-        logits = torch.where(support, scores.to(torch.promote_types(scores.dtype, torch.float32)), 0.0)
-        bias = self.bias
-        if bias is None:
-            keys = support.any(-2, keepdim=True).sum(-1, keepdim=True).clamp(min=1)
-            logits = logits - keys.to(logits.dtype).log()
-        else:
-            logits = logits + bias
-        return torch.where(support, logits.sigmoid(), 0.0).to(scores.dtype)
+        return sigmoid_coupling(scores, self.bias, query_mask, key_mask)

@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from ..functional import check_n_iters, sinkhorn, sinkhorn_attention
+from ..functional import check_engine, check_n_iters, sinkhorn, sinkhorn_attention
 from ..implicit import implicit_coupling
+from ..masks import support_of
 from ..reference import sinkhorn_reference
-from .base import Normalizer, check_engine, register_normalizer
-from .scores import support_of
+from .base import Normalizer, register_normalizer
 
 
 @torch.jit.unused

@@ -2,13 +2,11 @@
 
 import math
 
-import torch
 from torch import Tensor
 
-from ..damped import damped_attention
+from ..damped import damped_attention, damped_coupling
 from ..functional import check_n_iters
 from .base import Normalizer, register_normalizer
-from .scores import support_of
 
 
 @register_normalizer("unbalanced_sinkhorn")
@@ -68,17 +66,4 @@ class UnbalancedSinkhorn(Normalizer):
         )
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
-        support = support_of(scores, query_mask, key_mask)
-        rows, columns = support.any(-1, keepdim=True), support.any(-2, keepdim=True)
-        kernel = torch.where(support, scores.to(torch.promote_types(scores.dtype, torch.float32)), -math.inf)
-        log_n = rows.sum(-2, keepdim=True).clamp(min=1).to(kernel.dtype).log()
-        log_m = columns.sum(-1, keepdim=True).clamp(min=1).to(kernel.dtype).log()
-        # A row or column without support would make logsumexp -inf and its derivative NaN: it is replaced by zeros.
-        f = torch.zeros_like(log_n)
-        g = torch.zeros_like(log_n)
-        for step in range(self.n_iters):
-            if step % 2 == 0:
-                f = -log_n - torch.where(rows, kernel + g, 0.0).logsumexp(-1, keepdim=True)
-            else:
-                g = self.damping * (-log_m - torch.where(columns, kernel + f, 0.0).logsumexp(-2, keepdim=True))
-        return torch.where(support, kernel + f + g + log_n, -math.inf).exp().to(scores.dtype)
+        return damped_coupling(scores, self.n_iters, self.damping, query_mask, key_mask)
