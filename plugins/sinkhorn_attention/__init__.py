@@ -1,6 +1,5 @@
 """Sinkhorn (doubly stochastic) attention: one operator, exact in value and gradient, with exact masks."""
 
-from . import scripting  # noqa: F401  (registers what torch.jit.script calls)
 from .conversion import convert
 from .diagnostics import (
     AttentionRecord,

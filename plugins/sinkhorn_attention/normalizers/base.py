@@ -3,13 +3,13 @@
 import inspect
 import sys
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import check_bias, check_mask
+from ..checks import CallOptions, check_bias, check_mask
 from .scores import attention_scores, full_precision_matmul
 
 _REGISTRY: dict[str, type["Normalizer"]] = {}
@@ -69,14 +69,11 @@ class Normalizer(nn.Module):
     """Base class. Shapes are those of `sinkhorn_attention`; True in a mask = the token takes part.
 
     A normalizer of given scores overrides `from_scores` alone; one that needs queries and keys overrides `coupling`.
-    `attend` is overridden where the output can be had without the map. The class attribute `row_wise` says that a row
-    of the map depends on its own query alone; only such attention may be causal.
-
-    Everything after the tensors is passed by keyword. It may be passed by position all the same, because TorchScript
-    compiles no method with keyword-only arguments.
+    `attend` is overridden where the output can be had without the map. What `**options` stands for is passed by keyword:
+    scale, attn_bias, query_mask and key_mask, and dropout_p to `attend`, each of them optional. The class attribute
+    `row_wise` says that a row of the map depends on its own query alone; only such attention may be causal.
     """
 
-    __constants__: ClassVar[list[str]] = ["row_wise"]
     row_wise: bool = False
 
     def __init__(self, head_dim: int | None = None, num_heads: int | None = None) -> None:
@@ -84,24 +81,15 @@ class Normalizer(nn.Module):
         self.head_dim = head_dim
         self.num_heads = num_heads
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         """coupling(query, key) @ value, (..., n, d_v); dropout acts on the final coupling without renormalising."""
-        if not torch.jit.is_scripting():
-            self.check_value(key, value)
-        coupling = self.coupling(query, key, scale=scale, attn_bias=attn_bias, query_mask=query_mask, key_mask=key_mask)
+        self.check_value(key, value)
+        dropout_p = options.pop("dropout_p", 0.0)
+        coupling = self.coupling(query, key, **options)
         if dropout_p > 0.0:
             coupling = F.dropout(coupling, dropout_p)
         dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+        query_mask, key_mask = options.get("query_mask"), options.get("key_mask")
         if key_mask is not None:
             value = value.masked_fill(~key_mask.unsqueeze(-1), 0.0)
         wide = torch.promote_types(coupling.dtype, value.dtype)
@@ -109,33 +97,17 @@ class Normalizer(nn.Module):
         # What arrives at a padded query, NaN included, then reaches no gradient.
         return output if query_mask is None else output.masked_fill(~query_mask.unsqueeze(-1), 0.0)
 
-    def coupling(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-    ) -> Tensor:
+    def coupling(self, query: Tensor, key: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         """The map itself, (..., n, m), in float32 at least; exactly 0 in masked rows and columns."""
-        if not torch.jit.is_scripting():
-            self.check_inputs(query, key, attn_bias, query_mask, key_mask)
-        scores = attention_scores(query, key, scale, attn_bias, query_mask, key_mask)
-        return self.from_scores(scores, query_mask=query_mask, key_mask=key_mask)
+        self.check_inputs(query, key, **options)
+        scores = attention_scores(query, key, **options)
+        return self.from_scores(scores, query_mask=options.get("query_mask"), key_mask=options.get("key_mask"))
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
         """The map of given scores (..., n, m), for normalizers that need nothing else. -inf is no support."""
         raise NotImplementedError("this normalizer needs queries and keys; it does not work on given scores")
 
-    def check_inputs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        attn_bias: Tensor | None,
-        query_mask: Tensor | None,
-        key_mask: Tensor | None,
-    ) -> None:
+    def check_inputs(self, query: Tensor, key: Tensor, **options: Unpack[CallOptions]) -> None:
         """Raises ValueError for what does not fit or would be misread, and for a causal bias unless `row_wise`."""
         if query.shape[-1] != key.shape[-1]:
             raise ValueError(f"key must have the query's width {query.shape[-1]}, got {key.shape[-1]}")
@@ -144,8 +116,9 @@ class Normalizer(nn.Module):
         except RuntimeError:
             shapes = f"{tuple(query.shape)}, {tuple(key.shape)}"
             raise ValueError(f"query and key must have leading dimensions that broadcast, got {shapes}") from None
-        check_mask("query_mask", query_mask, lead, query.shape[-2], query.device)
-        check_mask("key_mask", key_mask, lead, key.shape[-2], query.device)
+        check_mask("query_mask", options.get("query_mask"), lead, query.shape[-2], query.device)
+        check_mask("key_mask", options.get("key_mask"), lead, key.shape[-2], query.device)
+        attn_bias = options.get("attn_bias")
         if attn_bias is not None:
             check_bias(attn_bias, (*lead, query.shape[-2], key.shape[-2]), query.device, may_be_causal=self.row_wise)
 

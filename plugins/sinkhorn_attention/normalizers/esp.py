@@ -1,10 +1,12 @@
 """Expected sliced transport plans (ESPFormer): doubly stochastic attention from sorting instead of scaling."""
 
 import math
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from ..checks import CallOptions
 from .base import Normalizer, register_normalizer
 from .scores import full_precision_matmul, hide_padding
 
@@ -96,19 +98,11 @@ class ESP(Normalizer):
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}, power={self.power}, sharpness={self.sharpness}"
 
-    def coupling(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-    ) -> Tensor:
-        if attn_bias is not None:
+    def coupling(self, query: Tensor, key: Tensor, **options: Unpack[CallOptions]) -> Tensor:
+        if options.get("attn_bias") is not None:
             raise ValueError("esp sorts queries and keys and has no scores that attn_bias could be added to")
-        if not torch.jit.is_scripting():
-            self.check_inputs(query, key, attn_bias, query_mask, key_mask)
+        self.check_inputs(query, key, **options)
+        scale, query_mask, key_mask = options.get("scale"), options.get("query_mask"), options.get("key_mask")
         n, m = query.shape[-2], key.shape[-2]
         query, key, _ = hide_padding(query, key, key, query_mask, key_mask)
         dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)

@@ -10,10 +10,13 @@ its mean, because far from the origin the small difference of large |q|^2, |k|^2
 remains is an error of the scores of about 1e-7 * scale * |q - mean| * |k - mean|, as dot-product attention has.
 """
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
-from ..operators import without_autocast
+from ..checks import CallOptions
+from ..engines.operator import without_autocast
 from .base import Normalizer, register_normalizer
 from .scores import hide_padding
 from .sinkhorn import Sinkhorn
@@ -50,64 +53,23 @@ class _FromDistances(Normalizer):
         super().__init__(head_dim, num_heads)
         self.inner = inner
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-    ) -> Tensor:
-        if not torch.jit.is_scripting():
-            self.check_inputs(query, key, attn_bias, query_mask, key_mask)
-            self.check_value(key, value)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
+        self.check_value(key, value)
         dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        query, key = augment(query, key, query_mask, key_mask)
-        if torch.jit.is_scripting():
-            return self.inner.attend(
-                query,
-                key,
-                value,
-                scale=factor,
-                attn_bias=attn_bias,
-                query_mask=query_mask,
-                key_mask=key_mask,
-                dropout_p=dropout_p,
-            ).to(dtype)
-        else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
-            # In bfloat16 the keys' column would lose what the scores differ by.
-            with without_autocast(query):
-                return self.inner.attend(
-                    query,
-                    key,
-                    value,
-                    scale=factor,
-                    attn_bias=attn_bias,
-                    query_mask=query_mask,
-                    key_mask=key_mask,
-                    dropout_p=dropout_p,
-                ).to(dtype)
+        query, key = self._augment(query, key, options)
+        # In bfloat16 the keys' column would lose what the scores differ by.
+        with without_autocast(query):
+            return self.inner.attend(query, key, value, **options).to(dtype)
 
-    def coupling(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-    ) -> Tensor:
-        if not torch.jit.is_scripting():
-            self.check_inputs(query, key, attn_bias, query_mask, key_mask)
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        query, key = augment(query, key, query_mask, key_mask)
-        return self.inner.coupling(
-            query, key, scale=factor, attn_bias=attn_bias, query_mask=query_mask, key_mask=key_mask
-        )
+    def coupling(self, query: Tensor, key: Tensor, **options: Unpack[CallOptions]) -> Tensor:
+        return self.inner.coupling(*self._augment(query, key, options), **options)
+
+    def _augment(self, query: Tensor, key: Tensor, options: CallOptions) -> tuple[Tensor, Tensor]:
+        """Checked and augmented tokens; the scale of their own width becomes explicit."""
+        self.check_inputs(query, key, **options)
+        if options.get("scale") is None:
+            options["scale"] = query.shape[-1] ** -0.5
+        return augment(query, key, options.get("query_mask"), options.get("key_mask"))
 
 
 @register_normalizer("l2")

@@ -1,11 +1,14 @@
 """Low-rank optimal transport attention (LOTFormer): queries and keys are coupled through a few learned pivots."""
 
 import math
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from ..functional import check_engine, check_n_iters, sinkhorn, sinkhorn_attention
+from ..checks import CallOptions, check_engine, check_n_iters
+from ..engines.half_steps import half_steps
+from ..functional import sinkhorn, sinkhorn_attention
 from .base import Normalizer, register_normalizer
 from .scores import attention_scores, full_precision_matmul
 
@@ -26,16 +29,18 @@ def plan_with_masses(scores: Tensor, log_rows: Tensor, log_columns: Tensor, n_it
     support = rows & columns
     any_row, any_column = rows.any(-2, keepdim=True), columns.any(-1, keepdim=True)
     log_plan = torch.where(support, scores, -math.inf)
-    for step in range(n_iters):
-        # What has no support would make logsumexp -inf and its derivative NaN: it is replaced by zeros first.
-        if step % 2 == 0:
-            total = torch.where(rows & any_column, log_plan, 0.0).logsumexp(-1, keepdim=True)
-            log_plan = log_plan + torch.where(rows, log_rows, 0.0) - total
-        else:
-            total = torch.where(columns & any_row, log_plan, 0.0).logsumexp(-2, keepdim=True)
-            log_plan = log_plan + torch.where(columns, log_columns, 0.0) - total
-        log_plan = torch.where(support, log_plan, -math.inf)
-    return log_plan
+
+    # What has no support would make logsumexp -inf and its derivative NaN: it is replaced by zeros first.
+    def row_step(step: int, g: Tensor) -> Tensor:
+        total = torch.where(rows & any_column, log_plan + g, 0.0).logsumexp(-1, keepdim=True)
+        return torch.where(rows, log_rows, 0.0) - total
+
+    def column_step(step: int, f: Tensor) -> Tensor:
+        total = torch.where(columns & any_row, log_plan + f, 0.0).logsumexp(-2, keepdim=True)
+        return torch.where(columns, log_columns, 0.0) - total
+
+    f, g = half_steps(n_iters, row_step, column_step, torch.zeros_like(log_plan[..., :1, :]))
+    return torch.where(support, log_plan + f + g, -math.inf)
 
 
 @register_normalizer("lot")
@@ -89,27 +94,11 @@ class LOT(Normalizer):
     def extra_repr(self) -> str:
         return f"n_iters={self.n_iters}, num_pivots={self.num_pivots}, learned_masses={self.mass_logits is not None}"
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-    ) -> Tensor:
-        if self.mass_logits is not None or dropout_p > 0.0:
-            # TorchScript knows no super(): the product with the map is repeated here.
-            coupling = self.coupling(query, key, scale, attn_bias, query_mask, key_mask)
-            coupling = torch.dropout(coupling, dropout_p, dropout_p > 0.0)
-            if key_mask is not None:
-                value = value.masked_fill(~key_mask.unsqueeze(-1), 0.0)
-            wide = torch.promote_types(coupling.dtype, value.dtype)
-            dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-            return full_precision_matmul(coupling.to(wide), value.to(wide)).to(dtype)
-        self._check(query, key, attn_bias, query_mask, key_mask)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
+        if self.mass_logits is not None or options.get("dropout_p", 0.0) > 0.0:
+            return super().attend(query, key, value, **options)
+        self._check(query, key, **options)
+        scale, query_mask, key_mask = options.get("scale"), options.get("query_mask"), options.get("key_mask")
         pivot = self._pivot_like(query)
         at_pivots = sinkhorn_attention(
             pivot, key, value, self.n_iters, scale=scale, key_mask=key_mask, backend=self.backend
@@ -118,16 +107,9 @@ class LOT(Normalizer):
             query, pivot, at_pivots, self.n_iters, scale=scale, query_mask=query_mask, backend=self.backend
         )
 
-    def coupling(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-    ) -> Tensor:
-        self._check(query, key, attn_bias, query_mask, key_mask)
+    def coupling(self, query: Tensor, key: Tensor, **options: Unpack[CallOptions]) -> Tensor:
+        self._check(query, key, **options)
+        scale, query_mask, key_mask = options.get("scale"), options.get("query_mask"), options.get("key_mask")
         pivot = self._pivot_like(query)
         to_pivots = attention_scores(query, pivot, scale, None, query_mask, None)
         to_keys = attention_scores(pivot, key, scale, None, None, key_mask)
@@ -148,18 +130,10 @@ class LOT(Normalizer):
         pivot = self.pivot.to(query.dtype)
         return pivot if query.dim() > 2 else pivot.squeeze(0)
 
-    def _check(
-        self,
-        query: Tensor,
-        key: Tensor,
-        attn_bias: Tensor | None,
-        query_mask: Tensor | None,
-        key_mask: Tensor | None,
-    ) -> None:
-        if attn_bias is not None:
+    def _check(self, query: Tensor, key: Tensor, **options: Unpack[CallOptions]) -> None:
+        if options.get("attn_bias") is not None:
             raise ValueError("lot couples queries and keys through pivots and has no scores to add attn_bias to")
-        if not torch.jit.is_scripting():
-            self.check_inputs(query, key, attn_bias, query_mask, key_mask)
+        self.check_inputs(query, key, **options)
         heads, width = query.shape[-3] if query.dim() > 2 else 1, query.shape[-1]
         if width != self.pivot.shape[2] or (self.pivot.shape[0] != 1 and heads != self.pivot.shape[0]):
             raise ValueError(

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..operators import without_autocast
+from ..engines.operator import without_autocast
 
 
 def hide_padding(
@@ -22,11 +22,8 @@ def hide_padding(
 
 def full_precision_matmul(left: Tensor, right: Tensor) -> Tensor:
     """Left @ right in their own dtype: autocast would take float32 scores to bfloat16 and lose 8 bits of 24."""
-    if torch.jit.is_scripting():
+    with without_autocast(left):
         return left @ right
-    else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
-        with without_autocast(left):
-            return left @ right
 
 
 def attention_scores(

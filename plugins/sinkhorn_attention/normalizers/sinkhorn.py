@@ -1,21 +1,15 @@
 """Sinkhorn's doubly stochastic normalisation, the attention of the Sinkformer."""
 
-import math
+from typing import Unpack
 
-import torch
 from torch import Tensor
 
-from ..functional import check_engine, check_n_iters, sinkhorn, sinkhorn_attention
-from ..implicit import implicit_coupling
-from ..masks import support_of
-from ..reference import sinkhorn_reference
+from ..checks import CallOptions, check_engine, check_n_iters
+from ..engines import PORTABLE
+from ..engines.implicit import implicit
+from ..engines.problem import Problem
+from ..functional import sinkhorn, sinkhorn_attention
 from .base import Normalizer, register_normalizer
-
-
-@torch.jit.unused
-def _implicit_coupling(scores: Tensor, n_iters: int, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-    """The coupling with the derivative at convergence; a scripted model raises here, any other runs it."""
-    return implicit_coupling(scores.masked_fill(~support_of(scores, query_mask, key_mask), -math.inf), n_iters)
 
 
 @register_normalizer("sinkhorn")
@@ -50,36 +44,14 @@ class Sinkhorn(Normalizer):
     def extra_repr(self) -> str:
         return f"n_iters={self.n_iters}, gradient={self.gradient!r}, backend={self.backend!r}"
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         return sinkhorn_attention(
-            query,
-            key,
-            value,
-            self.n_iters,
-            scale=scale,
-            attn_bias=attn_bias,
-            query_mask=query_mask,
-            key_mask=key_mask,
-            dropout_p=dropout_p,
-            gradient=self.gradient,
-            backend=self.backend,
+            *(query, key, value), n_iters=self.n_iters, gradient=self.gradient, backend=self.backend, **options
         )
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
+        masks = {"query_mask": query_mask, "key_mask": key_mask}
         if self.gradient == "unrolled":
-            return sinkhorn(scores, self.n_iters, query_mask=query_mask, key_mask=key_mask)
-        # The operator's coupling of given scores knows the exact derivative only.
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        if self.gradient == "implicit":
-            return _implicit_coupling(wide, self.n_iters, query_mask, key_mask).to(scores.dtype)
-        return sinkhorn_reference(wide, self.n_iters, query_mask, key_mask, self.gradient).to(scores.dtype)
+            return sinkhorn(scores, self.n_iters, **masks)
+        problem = Problem(scores=scores, n_iters=self.n_iters, detached=self.gradient == "detached", **masks)
+        return (implicit if self.gradient == "implicit" else PORTABLE)(problem).to(scores.dtype)

@@ -1,31 +1,25 @@
 """Row softmax, the attention of the Transformer."""
 
 import math
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import CallOptions
+from ..engines.operator import is_eager
 from ..functional import sinkhorn
-from ..operators import is_eager
 from .base import Normalizer, register_normalizer
 from .scores import hide_padding
 
 
-def softmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    attn_bias: Tensor | None,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    dropout_p: float,
-) -> Tensor:
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
     """The scaled_dot_product_attention of torch with token masks; 0 at masked queries and at rows without support."""
+    scale, query_mask, key_mask = options.get("scale"), options.get("query_mask"), options.get("key_mask")
     if query_mask is not None or key_mask is not None:
         query, key, value = _hide_padding(query, key, value, query_mask, key_mask)
-    mask = attn_bias
+    mask = options.get("attn_bias")
     if key_mask is not None:
         keep = key_mask.unsqueeze(-2)
         if mask is None:
@@ -46,9 +40,8 @@ def softmax_attention(
         if scale is None:
             scale = head_dim**-0.5
         query, key = F.pad(query, [0, width - head_dim]), F.pad(key, [0, width - head_dim])
-    out = F.scaled_dot_product_attention(
-        query.to(dtype), key.to(dtype), value.to(dtype), attn_mask=mask, dropout_p=dropout_p, scale=scale
-    )[..., :width]
+    tokens, dropout_p = (query.to(dtype), key.to(dtype), value.to(dtype)), options.get("dropout_p", 0.0)
+    out = F.scaled_dot_product_attention(*tokens, attn_mask=mask, dropout_p=dropout_p, scale=scale)[..., :width]
     return out if query_mask is None else out.masked_fill(~query_mask.unsqueeze(-1), 0.0)
 
 
@@ -59,14 +52,11 @@ def _hide_padding(
 
     It does where all products are finite, and they are where the sums of squares are; copies cost a fifth of a call.
     """
-    if torch.jit.is_scripting():
-        return hide_padding(query, key, value, query_mask, key_mask)
-    else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
-        tokens = query, key, value
-        may_look = is_eager(*tokens) and not torch._C._are_functorch_transforms_active() and query.device.type == "cpu"
-        if may_look and all(math.isfinite(torch.linalg.vector_norm(tensor.detach())) for tensor in tokens):
-            return tokens
-        return hide_padding(query, key, value, query_mask, key_mask)
+    tokens = query, key, value
+    may_look = is_eager(*tokens) and not torch._C._are_functorch_transforms_active() and query.device.type == "cpu"
+    if may_look and all(math.isfinite(torch.linalg.vector_norm(tensor.detach())) for tensor in tokens):
+        return tokens
+    return hide_padding(query, key, value, query_mask, key_mask)
 
 
 def _cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,21 +76,10 @@ class Softmax(Normalizer):
 
     row_wise = True
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-    ) -> Tensor:
-        if not torch.jit.is_scripting():
-            self.check_inputs(query, key, attn_bias, query_mask, key_mask)
-            self.check_value(key, value)
-        return softmax_attention(query, key, value, scale, attn_bias, query_mask, key_mask, dropout_p)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
+        self.check_inputs(query, key, **options)
+        self.check_value(key, value)
+        return softmax_attention(query, key, value, **options)
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
         return sinkhorn(scores, 1, query_mask=query_mask, key_mask=key_mask)

@@ -1,11 +1,20 @@
-"""The unbalanced variant that the published ViT code holds beside its Sinkhorn module; its engine is damped.py."""
+"""The unbalanced variant that the published ViT code holds beside its Sinkhorn module."""
 
 import math
+from dataclasses import replace
+from typing import Unpack
 
+import torch
 from torch import Tensor
 
-from ..damped import damped_attention, damped_coupling
-from ..functional import check_n_iters
+from ..checks import CallOptions, check_n_iters
+from ..engines.half_steps import half_steps
+from ..engines.operator import Operator
+from ..engines.portable import Portable
+from ..engines.problem import Problem
+from ..functional import empty_attention, prepare
+from ..masks import support_of
+from ..reference import attention_by
 from .base import Normalizer, register_normalizer
 
 
@@ -26,8 +35,8 @@ class UnbalancedSinkhorn(Normalizer):
     Rows sum to 1 after an odd count. Columns sum to n / m only nearly, also in the limit, the nearer the greater rho
     is; rho = inf is `sinkhorn`. After an even count neither sum is exact.
 
-    `from_scores` is that definition; `attend` computes it by damped.py, with memory that does not depend on n_iters
-    but for vectors. Second derivatives are those of `coupling`.
+    `from_scores` is that definition; `attend` computes it by the portable engine, with memory that does not depend on
+    n_iters but for vectors. Second derivatives are those of `coupling`.
 
     Args:
         n_iters: number of HALF-steps; 1 is softmax.
@@ -50,20 +59,47 @@ class UnbalancedSinkhorn(Normalizer):
     def extra_repr(self) -> str:
         return f"n_iters={self.n_iters}, rho={self.rho}"
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None = None,
-        attn_bias: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-    ) -> Tensor:
-        return damped_attention(
-            query, key, value, self.n_iters, self.damping, scale, attn_bias, query_mask, key_mask, dropout_p
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
+        problem = prepare(query, key, value, n_iters=self.n_iters, **options)
+        if problem.is_empty:
+            return empty_attention(problem)
+        return unbalanced(replace(problem, damping=self.damping)).to(problem.like.dtype)
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
         return damped_coupling(scores, self.n_iters, self.damping, query_mask, key_mask)
+
+
+def damped_coupling(
+    scores: Tensor, n_iters: int, damping: float, query_mask: Tensor | None = None, key_mask: Tensor | None = None
+) -> Tensor:
+    """The definition of the map, (..., n, m), from scores whose -inf is no support; in the dtype of the scores."""
+    support = support_of(scores, query_mask, key_mask)
+    rows, columns = support.any(-1, keepdim=True), support.any(-2, keepdim=True)
+    kernel = torch.where(support, scores.to(torch.promote_types(scores.dtype, torch.float32)), -math.inf)
+    log_n = rows.sum(-2, keepdim=True).clamp(min=1).to(kernel.dtype).log()
+    log_m = columns.sum(-1, keepdim=True).clamp(min=1).to(kernel.dtype).log()
+
+    # A row or column without support would make logsumexp -inf and its derivative NaN: it is replaced by zeros.
+    def row_step(step: int, g: Tensor) -> Tensor:
+        return -log_n - torch.where(rows, kernel + g, 0.0).logsumexp(-1, keepdim=True)
+
+    def column_step(step: int, f: Tensor) -> Tensor:
+        return damping * (-log_m - torch.where(columns, kernel + f, 0.0).logsumexp(-2, keepdim=True))
+
+    f, g = half_steps(n_iters, row_step, column_step, torch.zeros_like(log_n))
+    return torch.where(support, kernel + f + g + log_n, -math.inf).exp().to(scores.dtype)
+
+
+def define(problem: Problem) -> Tensor:
+    """The definition, of an attention problem."""
+    given, masks = problem.in_dtype(problem.dtype), (problem.query_mask, problem.key_mask)
+    assert given.query is not None and given.key is not None and given.value is not None  # noqa: PT018
+    return attention_by(
+        lambda scores: damped_coupling(scores, given.n_iters, given.damping, *masks),
+        *(given.query, given.key, given.value, given.scale, given.attn_bias, *masks),
+        given.dropout_factor(given.dtype),
+    )
+
+
+#: The portable engine, whose column steps are damped; it has the second derivatives of `coupling`.
+unbalanced = Operator(Portable("unbalanced"), define, "the normalizer's coupling(query, key, ...) @ value")

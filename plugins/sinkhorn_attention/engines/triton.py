@@ -4,14 +4,13 @@ One program per head keeps the keys on the chip and goes once through blocks of 
 with potentials in log2. Saved for backward are the inputs and the potentials of the half-steps. Backward first
 differentiates by the potentials, half-step after half-step, in the same manner; then dL/dC is made block by block, each
 half-step being one term, once for the queries and once for the keys and values, so that no two programs write to the
-same place and results do not depend on their order. Nothing is decided by the data: no guard, no synchronisation.
+same place and results do not depend on their order. Nothing is decided by the data: no synchronisation.
 
 float32 tokens are multiplied in float32, float16 and bfloat16 tokens on tensor cores with float32 sums; the coupling is
 rounded to their dtype before the product with the values, as flash attention does.
 
 Needs the `triton` package, which comes with torch on Linux. CPU tensors run in Triton's interpreter if
-TRITON_INTERPRET=1 was set before the first import; that is for tests. Everything is a `torch.library` custom operator
-with a fake kernel and a registered backward.
+TRITON_INTERPRET=1 was set before the first import; that is for tests.
 """
 
 import math
@@ -24,8 +23,10 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import triton_kernels as kernels
+from .heads import LOG2E
+from .operator import Results, State
+from .problem import Problem
 
-LOG2E = math.log2(math.e)
 #: The keys of a head stay on the chip. Beyond 256 of them the compiler spills registers.
 MAX_KEYS = 256
 #: Widest queries, keys and values, by bytes of a number; 128 KB of keys and values stay on the chip at most, which fit,
@@ -119,27 +120,18 @@ def launching(device: torch.device) -> Iterator[None]:
 class _Call:
     """The tensors of one call as the kernels take them: contiguous, heads first, with a stand-in for what is absent."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        n_iters: int,
-        scale: float,
-        attn_bias: Tensor | None,
-        query_mask: Tensor | None,
-        key_mask: Tensor | None,
-        dropout_keep: Tensor | None,
-        dropout_p: float,
-    ) -> None:
+    def __init__(self, problem: Problem) -> None:
+        query, key, value, attn_bias = problem.query, problem.key, problem.value, problem.attn_bias
+        assert query is not None and key is not None and value is not None  # noqa: PT018
+        n_iters, dropout_keep = problem.n_iters, problem.dropout_keep
         self.lead, (self.n, self.width), self.m = query.shape[:-2], query.shape[-2:], key.shape[-2]
         self.value_width = value.shape[-1]
         self.heads = math.prod(self.lead)
         self.pairs, self.even = n_iters // 2, n_iters % 2 == 0
         self.row_steps = (n_iters + 1) // 2
-        self.scale, self.dropout_p = scale, dropout_p
+        self.scale, self.dropout_p = problem.scale, problem.dropout_p
         self.query, self.key, self.value = (self.tokens(tensor) for tensor in (query, key, value))
-        self.masks = [self.mask(query_mask, self.n), self.mask(key_mask, self.m)]
+        self.masks = [self.mask(problem.query_mask, self.n), self.mask(problem.key_mask, self.m)]
         self.keep = None if dropout_keep is None else dropout_keep.contiguous().view(torch.uint8)
         self.bias = self.bias_head = None
         self.bias_strides = 0, 0
@@ -189,128 +181,73 @@ class _Call:
         return {"ROWS": self.layout.rows, "COLUMNS": self.layout.columns, "num_warps": warps}
 
 
-@torch.library.custom_op("sinkhorn_attention::triton_attention", mutates_args=())
-def triton_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    n_iters: int,
-    scale: float,
-    detached: bool,
-    attn_bias: Tensor | None,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    dropout_keep: Tensor | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Forward of the Triton engine; arguments as `dense_attention`, for problems without a `refusal`.
+class Triton:
+    """The engine; see the module."""
 
-    Returns:
-        The output in the tokens' dtype, the row potentials (heads, ceil(T/2), n) and column potentials
-        (heads, T//2 + 1, m) in log2, float32, and log2(n_valid / m_valid) (heads,).
-    """
-    call = _Call(query, key, value, n_iters, scale, attn_bias, query_mask, key_mask, dropout_keep, dropout_p)
-    output = query.new_empty(*query.shape[:-1], call.value_width)
-    f, g = call.potentials(call.row_steps, call.n), call.potentials(call.pairs + 1, call.m)
-    log_ratio = query.new_empty(call.heads, dtype=torch.float32)
-    with launching(query.device):
-        kernels.forward_kernel[(call.heads,)](
-            call.query, call.key, call.value, output, f, g, log_ratio, *call.pointers(), *call.sizes([]),
-            **call.options(), **call.head_blocks(call.layout.forward_warps),
-        )  # fmt: skip
-    return output, f, g, log_ratio
+    name = "triton"
 
+    def refusal(self, problem: Problem) -> str | None:
+        """What this engine needs and does not get."""
+        if problem.scores is not None or problem.damping != 1.0:
+            return "attention with undamped half-steps"
+        assert problem.value is not None
+        like = problem.like
+        return refusal(like.device, like.dtype, problem.m, like.shape[-1], problem.value.shape[-1])
 
-@triton_attention.register_fake
-def _(query, key, value, n_iters, *_):  # type: ignore[no-untyped-def]
-    n, m, heads = query.shape[-2], key.shape[-2], math.prod(query.shape[:-2])
-    f = query.new_empty(heads, (n_iters + 1) // 2, n, dtype=torch.float32)
-    g = query.new_empty(heads, n_iters // 2 + 1, m, dtype=torch.float32)
-    return query.new_empty(*query.shape[:-1], value.shape[-1]), f, g, g.new_empty(heads)
+    def keeps_output(self, problem: Problem) -> bool:
+        """Backward makes it anew."""
+        return False
 
+    def state(self, problem: Problem) -> State:
+        """The row potentials (heads, ceil(T/2), n), the column potentials (heads, T//2 + 1, m), and log2(n / m) valid.
 
-@torch.library.custom_op("sinkhorn_attention::triton_attention_backward", mutates_args=())
-def triton_attention_backward(
-    output_gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    row_potentials: Tensor,
-    column_potentials: Tensor,
-    log_ratio: Tensor,
-    n_iters: int,
-    scale: float,
-    detached: bool,
-    attn_bias: Tensor | None,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    dropout_keep: Tensor | None,
-    dropout_p: float,
-    bias_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients with respect to query, key, value and, if asked for, attn_bias (otherwise an empty tensor)."""
-    call = _Call(query, key, value, n_iters, scale, attn_bias, query_mask, key_mask, dropout_keep, dropout_p)
-    d_output = call.tokens(output_gradient.to(query.dtype))
-    d_query, d_key, d_value = (
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)
-    )
-    d_f, d_g = torch.empty_like(row_potentials), call.potentials(call.pairs, call.m)
-    wants_bias = bias_gradient and attn_bias is not None
-    # A bias is as large as the map or is summed over it: the map's gradient is written out.
-    d_scores = d_f.new_empty((call.heads, call.n, call.m) if wants_bias else (0,))
-    tensors = call.query, call.key, call.value, d_output, row_potentials, column_potentials, d_f, d_g, log_ratio
-    options: dict[str, bool | int] = {"DETACHED": detached, **call.options()}
-    with launching(query.device):
-        kernels.potential_gradient_kernel[(call.heads,)](
-            *tensors, *call.pointers(), *call.sizes([]), **options, **call.head_blocks(call.layout.backward_warps)
+        All in log2 and float32.
+        """
+        heads, n_iters, empty = problem.lead.numel(), problem.n_iters, problem.like.new_empty
+        rows = empty(heads, (n_iters + 1) // 2, problem.n, dtype=torch.float32)
+        columns = empty(heads, n_iters // 2 + 1, problem.m, dtype=torch.float32)
+        return rows, columns, empty(heads, dtype=torch.float32)
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The output and the `state`."""
+        call, state = _Call(problem), self.state(problem)
+        output = problem.like.new_empty(problem.output_shape)
+        with launching(output.device):
+            kernels.forward_kernel[(call.heads,)](
+                call.query, call.key, call.value, output, *state, *call.pointers(), *call.sizes([]),
+                **call.options(), **call.head_blocks(call.layout.forward_warps),
+            )  # fmt: skip
+        return output.to(problem.dtype), *state
+
+    def backward(self, problem: Problem, results: tuple[Tensor, Tensor], state: State, bias_gradient: bool) -> Results:
+        """The gradients."""
+        call, attn_bias, like = _Call(problem), problem.attn_bias, problem.like
+        row_potentials, column_potentials, log_ratio = state
+        d_output = call.tokens(results[1].to(like.dtype))
+        d_query, d_key, d_value = (
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for tensor in (problem.query, problem.key, problem.value)
+            if tensor is not None
         )
-        kernels.query_gradient_kernel[(call.heads, triton.cdiv(call.n, QUERY_TILE["ROWS"]))](
-            *tensors, *call.pointers(), d_query, d_scores, *call.sizes([scale]),
-            BIAS_GRADIENT=wants_bias, **options, **QUERY_TILE,
-        )  # fmt: skip
-        kernels.key_gradient_kernel[(call.heads, triton.cdiv(call.m, KEY_TILE["COLUMNS"]))](
-            *tensors, *call.pointers(), d_key, d_value, *call.sizes([scale]), **options, **KEY_TILE
-        )
-    if attn_bias is None or not wants_bias:
-        return d_query, d_key, d_value, query.new_empty(0, dtype=torch.float32)
-    d_bias = d_scores.view(*call.lead, call.n, call.m).sum_to_size(attn_bias.shape).to(attn_bias.dtype)
-    return d_query, d_key, d_value, d_bias
-
-
-@triton_attention_backward.register_fake
-def _(output_gradient, query, key, value, *arguments):  # type: ignore[no-untyped-def]
-    attn_bias, bias_gradient = arguments[6], arguments[11]
-    d_bias = attn_bias if bias_gradient and attn_bias is not None else query.new_empty(0, dtype=torch.float32)
-    return tuple(
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value, d_bias)
-    )
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, n_iters, scale, detached, attn_bias, query_mask, key_mask, dropout_keep, dropout_p = inputs
-    ctx.save_for_backward(query, key, value, *output[1:], attn_bias, query_mask, key_mask, dropout_keep)
-    ctx.settings = n_iters, scale, detached
-    ctx.dropout_p = dropout_p
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, output_gradient, *_):  # type: ignore[no-untyped-def]
-    if output_gradient is None:
-        return (None,) * 11
-    *tensors, attn_bias, query_mask, key_mask, dropout_keep = ctx.saved_tensors
-    masks = attn_bias, query_mask, key_mask, dropout_keep
-    d_query, d_key, d_value, d_bias = triton_attention_backward(
-        output_gradient, *tensors, *ctx.settings, *masks, ctx.dropout_p, ctx.needs_input_grad[6]
-    )
-    return d_query, d_key, d_value, None, None, None, d_bias if ctx.needs_input_grad[6] else None, *(None,) * 4
-
-
-def _refuse_double_backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-    raise NotImplementedError(
-        "the Triton backend of Sinkhorn attention has a hand-written backward that cannot be differentiated again; "
-        "use backend='reference' for second derivatives"
-    )
-
-
-triton_attention.register_autograd(_backward, setup_context=_save)
-triton_attention_backward.register_autograd(_refuse_double_backward)
+        d_f, d_g = torch.empty_like(row_potentials), call.potentials(call.pairs, call.m)
+        wants_bias = bias_gradient and attn_bias is not None
+        # A bias is as large as the map or is summed over it: the map's gradient is written out.
+        d_scores = d_f.new_empty((call.heads, call.n, call.m) if wants_bias else (0,))
+        tensors = call.query, call.key, call.value, d_output, row_potentials, column_potentials, d_f, d_g, log_ratio
+        options: dict[str, bool | int] = {"DETACHED": problem.detached, **call.options()}
+        scale = problem.scale
+        with launching(like.device):
+            kernels.potential_gradient_kernel[(call.heads,)](
+                *tensors, *call.pointers(), *call.sizes([]), **options, **call.head_blocks(call.layout.backward_warps)
+            )
+            kernels.query_gradient_kernel[(call.heads, triton.cdiv(call.n, QUERY_TILE["ROWS"]))](
+                *tensors, *call.pointers(), d_query, d_scores, *call.sizes([scale]),
+                BIAS_GRADIENT=wants_bias, **options, **QUERY_TILE,
+            )  # fmt: skip
+            kernels.key_gradient_kernel[(call.heads, triton.cdiv(call.m, KEY_TILE["COLUMNS"]))](
+                *tensors, *call.pointers(), d_key, d_value, *call.sizes([scale]), **options, **KEY_TILE
+            )
+        d_bias = like.new_empty(0)
+        if attn_bias is not None and wants_bias:
+            d_bias = d_scores.view(*call.lead, call.n, call.m).sum_to_size(attn_bias.shape).to(attn_bias.dtype)
+        return d_query, d_key, d_value, d_bias
