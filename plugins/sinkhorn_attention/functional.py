@@ -106,17 +106,14 @@ def sinkhorn_attention(
     """
     check_n_iters(n_iters)
     check_engine(gradient, backend)
-    problem = prepare(
-        *(query, key, value),
-        n_iters=n_iters,
-        **{
-            "scale": scale,
-            "attn_bias": attn_bias,
-            "query_mask": query_mask,
-            "key_mask": key_mask,
-            "dropout_p": dropout_p,
-        },
-    )
+    options: CallOptions = {
+        "scale": scale,
+        "attn_bias": attn_bias,
+        "query_mask": query_mask,
+        "key_mask": key_mask,
+        "dropout_p": dropout_p,
+    }
+    problem = prepare(query, key, value, n_iters=n_iters, **options)
     dtype = problem.like.dtype
     if problem.is_empty:
         return empty_attention(problem)
@@ -158,12 +155,19 @@ def prepare(
     if dropout_p > 0:
         shape = *lead, query.shape[-2], key.shape[-2]
         dropout_keep = torch.empty(shape, dtype=torch.bool, device=query.device).bernoulli_(1 - dropout_p)
-    masks = {name: options.get(name) for name in ("query_mask", "key_mask")}
-    numbers = {"n_iters": n_iters, "scale": scale, "dropout_p": dropout_p}
-    return Problem(query, key, value, attn_bias=attn_bias, dropout_keep=dropout_keep, **masks, **numbers)
+    return Problem(
+        *(query, key, value),
+        attn_bias=attn_bias,
+        query_mask=options.get("query_mask"),
+        key_mask=options.get("key_mask"),
+        dropout_keep=dropout_keep,
+        n_iters=n_iters,
+        scale=scale,
+        dropout_p=dropout_p,
+    )
 
 
 def empty_attention(problem: Problem) -> Tensor:
-    """The result without a query, a key, a value or a sample: the plain products are zeros then, and carry a gradient."""
+    """The result without a query, key, value or sample: the plain products, which are zeros and carry a gradient."""
     assert problem.query is not None and problem.key is not None and problem.value is not None  # noqa: PT018
     return problem.query @ problem.key.transpose(-1, -2) @ problem.value

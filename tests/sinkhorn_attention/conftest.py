@@ -1,13 +1,102 @@
 """Holds an engine against the definition: the same problem, value and gradient, in float64."""
 
+import math
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from sinkhorn_attention import Normalizer, sinkhorn_attention
+from sinkhorn_attention.engines import domains, portable
 from sinkhorn_attention.normalizers import attention_scores
 from torch import Tensor
+
+ON_GPU = torch.cuda.is_available()
+#: Triton's kernels run where there is a GPU; elsewhere `test_triton.py` runs these tests for them in a process of its
+#: own, in Triton's interpreter.
+TRITON = pytest.param(
+    "triton",
+    marks=[
+        pytest.mark.skipif(
+            not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1",
+            reason="no GPU; run by test_triton.py in Triton's interpreter",
+        ),
+        pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities, in the interpreter
+    ],
+)
+#: The ways through the portable engine: whole maps in chunks of heads, blocks of rows of a kept map, blocks that are
+#: made again, the log domain with a map and by blocks, and the path of devices that cannot be asked.
+PORTABLE = ("whole", "kept", "recomputed", "log domain", "log domain by blocks", "device")
+ENGINES = ("reference", *PORTABLE, TRITON)
+
+
+class Engine(NamedTuple):
+    """A way through the operator: its backend's name, the widest dtype it takes, and where its tensors lie."""
+
+    name: str
+    backend: str
+    dtype: torch.dtype
+    device: str
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, n_iters: int = 5, **options: Any) -> Tensor:
+        return sinkhorn_attention(query, key, value, n_iters, backend=self.backend, **options)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    name = request.param
+    if name in ("kept", "recomputed", "log domain by blocks"):  # blocks of 16 rows, of which the last is smaller
+        monkeypatch.setattr(portable, "BLOCK_BYTES", 1)
+        monkeypatch.setattr(portable, "LARGE_MAP_BYTES", 0)
+    if name in ("log domain", "log domain by blocks"):  # no head is bounded, and none trusted
+        monkeypatch.setattr(domains, "BOUNDED_LOG2", -1.0)
+        for dtype in domains.TRUSTED_LOG2:
+            monkeypatch.setitem(domains.TRUSTED_LOG2, dtype, -math.inf)
+    if name == "device":
+        monkeypatch.setattr(portable, "in_log_domain_throughout", lambda device: True)
+        monkeypatch.setattr(torch.Tensor, "nonzero", None)  # what would synchronise
+    backend = {"reference": "reference", "recomputed": "streaming", "triton": "triton"}
+    dtype = torch.float32 if name == "triton" else torch.float64
+    return Engine(name, backend.get(name, "portable"), dtype, "cuda" if name == "triton" and ON_GPU else "cpu")
+
+
+@pytest.fixture
+def agrees(engine: Engine) -> Callable[..., None]:
+    """Value and gradient of a problem against the float64 reference, in the widest dtype of the engine by default."""
+
+    def check(problem: "Problem", dtype: torch.dtype | None = None, tolerance: float | None = None) -> None:
+        assert_matches_reference(problem, engine.backend, dtype or engine.dtype, tolerance, engine.device)
+
+    return check
+
+
+def mask_of(*shape: int, seed: int = 0, keep: float = 0.7) -> Tensor:
+    """True for about `keep` of the entries."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < keep
+
+
+@pytest.fixture(scope="session")
+def random_mask() -> Callable[..., Tensor]:
+    return mask_of
+
+
+def bytes_saved(run: Callable[[], Any]) -> int:
+    """Bytes that autograd keeps for backward of what is run."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(sizes.values())
+
+
+@pytest.fixture(scope="session")
+def saved_bytes() -> Callable[..., int]:
+    return bytes_saved
 
 
 class Problem(NamedTuple):
@@ -61,7 +150,7 @@ def solve_by(attend: Callable[..., Tensor], problem: Problem, dtype: torch.dtype
 
 def assert_matches_reference(
     problem: Problem,
-    backend: str = "dense",
+    backend: str = "portable",
     dtype: torch.dtype = torch.float64,
     tolerance: float | None = None,
     device: str = "cpu",

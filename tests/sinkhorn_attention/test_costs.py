@@ -7,7 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from sinkhorn_attention import blockwise, dense, guard, scratch, sinkhorn_attention, streaming
+from sinkhorn_attention import sinkhorn_attention
+from sinkhorn_attention.engines import PORTABLE, RECOMPUTING, domains, exponential, portable, scratch
+from sinkhorn_attention.engines.operator import Operator
+from sinkhorn_attention.engines.problem import Problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, N, M, WIDTH = 3, 64, 48, 8
@@ -41,23 +44,23 @@ class Counts(TorchDispatchMode):
         return result
 
 
-def cost(engine, n_iters: int, scale: float = 0.1) -> tuple[Counts, Counts]:
+def cost(operator: Operator, n_iters: int, scale: float = 0.1) -> tuple[Counts, Counts]:
     """Counts of a forward and of a backward call of (HEADS, N, WIDTH) queries."""
     torch.manual_seed(0)
     query, key, value = torch.randn(HEADS, N, WIDTH), torch.randn(HEADS, M, WIDTH), torch.randn(HEADS, M, WIDTH)
-    options = n_iters, scale, False, None, None, None, None, 0.0
+    problem = Problem(query, key, value, n_iters=n_iters, scale=scale)
     with torch.no_grad():
         with Counts() as forward:
-            output, *state = engine.attention_forward(query, key, value, *options)
+            output, *state = operator.engine.forward(problem)
         with Counts() as backward:
-            engine.attention_backward(torch.ones_like(output), output, query, key, value, *state, *options, False)
+            operator.engine.backward(problem, (output, torch.ones_like(output)), tuple(state), False)
     return forward, backward
 
 
 @pytest.mark.parametrize("n_iters", [1, 3, 4, 5, 21])
-def test_dense_makes_the_map_twice_whatever_the_number_of_half_steps(n_iters: int) -> None:
+def test_the_map_is_made_twice_whatever_the_number_of_half_steps(n_iters: int) -> None:
     """Forward two products and T of vectors, backward five and T - 1, as softmax attention; one exponential each."""
-    forward, backward = cost(dense, n_iters)
+    forward, backward = cost(PORTABLE, n_iters)
     assert forward.exponentials == pytest.approx(1, abs=0.1)  # but for the vectors of the guard
     assert backward.exponentials == pytest.approx(1)
     assert forward.products == pytest.approx(2)
@@ -68,9 +71,9 @@ def test_dense_makes_the_map_twice_whatever_the_number_of_half_steps(n_iters: in
 
 
 @pytest.mark.parametrize("n_iters", [1, 2, 3, 5, 21])
-def test_the_stream_makes_the_map_once_per_pair_of_half_steps(monkeypatch, n_iters: int) -> None:
-    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 1)
-    forward, backward = cost(streaming, n_iters)
+def test_recomputing_makes_the_map_once_per_pair_of_half_steps(monkeypatch, n_iters: int) -> None:
+    monkeypatch.setattr(portable, "BLOCK_BYTES", 1)
+    forward, backward = cost(RECOMPUTING, n_iters)
     assert forward.exponentials == pytest.approx(n_iters // 2 + 1, abs=0.1)
     reverse = (n_iters - 1) // 2 + (n_iters > 1)  # a row step alone, then pairs; or pairs
     assert backward.exponentials == pytest.approx(reverse + 2, abs=0.1)
@@ -92,60 +95,52 @@ def peak_of_scratch():
         borrowed[0] -= size
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense, "borrow", counting)
-        patch.setattr(blockwise, "borrow", counting)
+        patch.setattr(exponential, "borrow", counting)
         yield peak
 
 
 @pytest.mark.parametrize("n_iters", [1, 21])
 def test_maps_alive(monkeypatch, n_iters: int) -> None:
     """Two maps of a chunk at once, three where the coupling is peaked or shifted; nothing else is as large."""
-    monkeypatch.setattr(dense, "CHUNK_BYTES", 1)  # one head
+    monkeypatch.setattr(portable, "CHUNK_BYTES", 1)  # one head
     largest = max(N, M) * (WIDTH + 2 + n_iters) * HEADS
     for scale, maps in ((0.1, 2), (100.0, 3)):
         with peak_of_scratch() as peak:
-            counts = cost(dense, n_iters, scale)
+            counts = cost(PORTABLE, n_iters, scale)
         assert peak[0] <= maps * N * (M + 8) + (N + M) * (WIDTH + 2 + n_iters), "maps, and vectors of the tokens"
         if scale == 0.1:
             assert max(count.largest_new for count in counts) <= largest
 
 
 @pytest.mark.parametrize("n_iters", [1, 4, 21])
-def test_the_stream_holds_no_map(monkeypatch, n_iters: int) -> None:
-    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 1)
+def test_recomputing_holds_no_map(monkeypatch, n_iters: int) -> None:
+    monkeypatch.setattr(portable, "BLOCK_BYTES", 1)
     for scale in (0.1, 10.0):
         with peak_of_scratch() as peak:
-            counts = cost(streaming, n_iters, scale)
+            counts = cost(RECOMPUTING, n_iters, scale)
         heads = min(HEADS, torch.get_num_threads())
-        assert peak[0] == 2 * heads * 16 * M, "two blocks of 16 rows"
+        assert peak[0] <= 2 * heads * 16 * M + heads * max(N, M) * WIDTH, "two blocks of 16 rows, and the tokens"
         assert max(count.largest_new for count in counts) <= max(N, M) * (WIDTH + 2 + n_iters) * HEADS
 
 
 @pytest.mark.parametrize("n_iters", [1, 4, 21])
 def test_large_maps_are_not_held_in_the_log_domain_either(monkeypatch, n_iters: int) -> None:
-    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(dense, "SLAB_BYTES", 8 * MAP - 1)
-    for dtype in guard.GUARD_LOG2:
-        monkeypatch.setitem(guard.GUARD_LOG2, dtype, -math.inf)
-    for engine in (streaming, dense):
+    monkeypatch.setattr(portable, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(portable, "LARGE_MAP_BYTES", 8 * MAP - 1)
+    for dtype in domains.TRUSTED_LOG2:
+        monkeypatch.setitem(domains.TRUSTED_LOG2, dtype, -math.inf)
+    for engine in (RECOMPUTING, PORTABLE):
         assert max(count.largest_new for count in cost(engine, n_iters, 100.0)) <= HEADS * 16 * M, "blocks"
 
 
-def test_the_stream_saves_what_dense_saves() -> None:
-    def saved(backend: str, n_iters: int) -> int:
-        sizes: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        query, key, value = (torch.randn(HEADS, N, WIDTH, requires_grad=True) for _ in range(3))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            sinkhorn_attention(query, key, value, n_iters, backend=backend)
-        return sum(sizes.values())
-
+def test_recomputing_saves_what_keeping_saves(saved_bytes) -> None:
+    query, key, value = (torch.randn(HEADS, N, WIDTH, requires_grad=True) for _ in range(3))
     for n_iters in (1, 4, 21):
-        assert saved("streaming", n_iters) == saved("dense", n_iters)
+        kept, recomputed = (
+            saved_bytes(lambda b=backend, t=n_iters: sinkhorn_attention(query, key, value, t, backend=b))
+            for backend in ("portable", "streaming")
+        )
+        assert kept == recomputed
 
 
 def test_scratch_is_bounded_released_and_not_shared() -> None:
@@ -172,20 +167,20 @@ def test_scratch_is_bounded_released_and_not_shared() -> None:
 
 def test_one_map_above_the_bound_serves_all_heads_of_a_call(monkeypatch) -> None:
     """And goes back to the system when the call ends, also by an error."""
-    for module, name in ((blockwise, "BLOCK_BYTES"), (dense, "CHUNK_BYTES"), (scratch, "MIN_BYTES")):
+    for module, name in ((portable, "BLOCK_BYTES"), (portable, "CHUNK_BYTES"), (scratch, "MIN_BYTES")):
         monkeypatch.setattr(module, name, 1)
-    monkeypatch.setattr(dense, "SLAB_BYTES", 0)
+    monkeypatch.setattr(portable, "LARGE_MAP_BYTES", 0)
     monkeypatch.setattr(scratch, "MAX_IDLE", MAP)  # a quarter of a map
     take, maps = scratch._take, []
 
     def recorded(size: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = take(size, dtype)
-        maps.extend([buffer] if size == MAP else [])
+        maps.extend([buffer] if size in (MAP, N * (M + 8)) else [])
         return buffer
 
     monkeypatch.setattr(scratch, "_take", recorded)
     scratch.release()
-    cost(dense, 3)
+    cost(PORTABLE, 3)
     assert len(maps) == 2 * HEADS
     assert len({buffer.data_ptr() for buffer in maps}) == 2, "one forward, one backward"
     assert scratch.idle_bytes() <= scratch.MAX_IDLE

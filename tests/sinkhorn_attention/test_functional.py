@@ -1,15 +1,14 @@
-"""The contract of the public functions: arguments, precisions, compilation, scripting, refusals."""
+"""The contract of the public functions: arguments, precisions, compilation, export, refusals."""
 
-import io
 import math
 
 import numpy as np
 import pytest
 import torch
-from sinkhorn_attention import dense, functional, marginal_error, sinkhorn, sinkhorn_attention
+from sinkhorn_attention import engines, marginal_error, sinkhorn, sinkhorn_attention
+from sinkhorn_attention.engines.problem import Problem
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
@@ -57,7 +56,7 @@ BAD_ARGUMENTS = [
     ({"dropout_p": None}, r"dropout_p must lie in \[0, 1\], got None"),
     ({"scale": 10**400}, r"scale must be a finite number"),
     ({"gradient": "exact"}, r"gradient must be one of unrolled, detached, implicit, got 'exact'"),
-    ({"backend": "cuda"}, r"backend must be one of auto, reference, dense, streaming, triton, got 'cuda'"),
+    ({"backend": "cuda"}, r"backend must be one of auto, reference, portable, dense, streaming, triton, got 'cuda'"),
 ]
 
 
@@ -91,7 +90,7 @@ def causal_masks() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mask", causal_masks())
-@pytest.mark.parametrize("backend", functional.BACKENDS)
+@pytest.mark.parametrize("backend", engines.BACKENDS)
 def test_causal_masks_are_refused(mask: Tensor, backend: str) -> None:
     with pytest.raises(ValueError, match="only causal doubly stochastic matrix is the identity"):
         sinkhorn_attention(*tokens(2, 3), attn_bias=mask, backend=backend)
@@ -192,26 +191,27 @@ def test_operators_pass_opcheck() -> None:
     bias = torch.randn(3, 6, 6, requires_grad=True)
     mask = torch.rand(2, 1, 6) > 0.3
     keep = torch.rand(2, 3, 6, 6) > 0.2
-    plain = (3, 0.5, False, None, None, None, None, 0.0)
-    full = (4, 0.5, True, bias, mask, mask, keep, 0.2)
-    operator = dense.dense_attention
-    for options in (plain, full):
-        torch.library.opcheck(operator.forward, (query, key, value, *options))
-    # One sample of heads that a projection packed between the tokens: a reshape keeps its strides.
+    plain = (None, None, None, None, None, 3, 0.5, False, 1.0, 0.0)
+    full = (None, bias, mask, mask, keep, 4, 0.5, True, 1.0, 0.2)
     strided = [torch.randn(1, 6, 3, 4).transpose(1, 2) for _ in range(3)]
-    output, *state = operator.forward(*strided, *plain)
-    arguments = (torch.ones(1, 3, 6, 4), output, *strided, *state, *plain, False)
-    torch.library.opcheck(operator.backward, arguments, test_utils="test_faketensor")
     scores = (query @ key.mT).detach().requires_grad_()
-    torch.library.opcheck(dense.dense_coupling.forward, (scores, 3, mask, mask))
-    scores = torch.randn(1, 3, 6, 5).mT
-    state = dense.dense_coupling.forward(scores, 3, None, None)[1:]
-    arguments = (torch.randn(1, 3, 6, 5).mT, scores, *state, 3, None, None)
-    torch.library.opcheck(dense.dense_coupling.backward, arguments, test_utils="test_faketensor")
+    of_scores = (None, None, None, scores, None, mask, mask, None, 3, 1.0, False, 1.0, 0.0)
+    for operator in (engines.PORTABLE, engines.RECOMPUTING):
+        for options in (plain, full):
+            torch.library.opcheck(operator.forward, (query, key, value, *options))
+        # One sample of heads that a projection packed between the tokens: a reshape keeps its strides.
+        output, *state = operator.forward(*strided, *plain)
+        arguments = (output, torch.ones(1, 3, 6, 4), *state, *strided, *plain, False)
+        torch.library.opcheck(operator.backward, arguments, test_utils="test_faketensor")
+        torch.library.opcheck(operator.forward, of_scores)
+        given = (None, None, None, torch.randn(1, 3, 6, 5).mT, *of_scores[4:5], None, None, *of_scores[7:])
+        output, *state = operator.forward(*given)
+        arguments = (output.new_empty(0), torch.randn(1, 3, 6, 5).mT, *state, *given, False)
+        torch.library.opcheck(operator.backward, arguments, test_utils="test_faketensor")
 
 
 def test_traces_with_fake_tensors_and_a_bias() -> None:
-    """What may not look at data does not: neither for the causal check nor for the guard."""
+    """What may not look at data does not: neither for the causal check nor for the domains."""
     inputs = (*tokens(2, 3), torch.randn(6, 6))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
@@ -230,8 +230,9 @@ def test_eager_and_compiled_calls_run_the_same_engine(n_iters: int) -> None:
     """Outside of tracing the engine is an autograd function, inside an operator: equal to the last bit."""
     inputs = tokens(2, 3)
     bias = torch.randn(6, 6, requires_grad=True)
-    options = (n_iters, 0.5, False, bias, None, None, None, 0.0)
-    outputs = dense.dense_attention(*inputs, *options), dense.dense_attention.forward(*inputs, *options)[0]
+    problem = Problem(*inputs, attn_bias=bias, n_iters=n_iters, scale=0.5)
+    operator = engines.PORTABLE
+    outputs = operator(problem), operator.forward(*problem.tensors(), *problem.numbers())[0]
     gradients = [torch.autograd.grad(output.square().sum(), (*inputs, bias)) for output in outputs]
     torch.testing.assert_close(*outputs, rtol=0, atol=0)
     for got, want in zip(*gradients, strict=True):
@@ -302,39 +303,6 @@ def test_exports_with_dynamic_shapes(strict: bool) -> None:
         torch.testing.assert_close(exported(*inputs), Host()(*inputs))
 
 
-@pytest.mark.parametrize("backend", ["auto", "dense", "reference"])
-def test_scripts_saves_and_loads(backend: str) -> None:
-    module = Attend(5, backend)
-    scripted = torch.jit.script(module)
-    assert_same_step(scripted, module, *tokens(2, 3))
-    buffer = io.BytesIO()
-    torch.jit.save(scripted, buffer)
-    buffer.seek(0)
-    assert_same_step(torch.jit.load(buffer), module, *tokens(2, 3))
-    with torch.inference_mode():
-        torch.testing.assert_close(scripted(*tokens(2, 3)), module(*tokens(2, 3)))
-    with pytest.raises(RuntimeError, match="query's width 4, got 3"):
-        scripted(tokens()[0], torch.randn(6, 3), torch.randn(6, 4))
-
-
-def test_derivatives_it_does_not_have_are_refused_in_words() -> None:
-    query, key, value = tokens(2, 3)
-    (gradient,) = torch.autograd.grad(sinkhorn_attention(query, key, value, 3).square().sum(), query, create_graph=True)
-    with pytest.raises(NotImplementedError, match="use backend='reference' for second derivatives"):
-        gradient.sum().backward()
-    scores = torch.randn(5, 5, requires_grad=True)
-    (gradient,) = torch.autograd.grad(sinkhorn(scores, 3).square().sum(), scores, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        gradient.sum().backward()
-    fixed = [tensor.detach() for tensor in (query, key, value)]
-    with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
-        torch.func.grad(lambda q: sinkhorn_attention(q, *fixed[1:], 3).sum())(fixed[0])
-    with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
-        torch.vmap(lambda q: sinkhorn_attention(q, q, q, 3))(fixed[0])
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        sinkhorn_attention(forward_ad.make_dual(fixed[0], torch.ones_like(fixed[0])), *fixed[1:], 3)
-
-
 def test_the_reference_has_the_derivatives_that_dense_refuses() -> None:
     query, key, value = (tensor.detach().double() for tensor in tokens(n=4, m=4))
 
@@ -365,14 +333,14 @@ def test_shapes_on_the_meta_device(options: dict) -> None:
     assert sinkhorn_attention(query, key, value, **options).shape == (3, 2, 5, 4)
 
 
-def test_auto_takes_no_kernel_that_has_not_been_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    for name in functional.ENGINES:
-        monkeypatch.setitem(functional.ENGINES, name, lambda query, *_, name=name: taken.append(name) or query)
-    with FakeTensorMode():
-        for device in ("cpu", "cuda"):
-            sinkhorn_attention(*(torch.empty(2, 3, 50, 64, device=device) for _ in range(3)))
-    assert taken == ["dense", "dense"]
+def test_auto_takes_no_kernel_that_has_not_been_run() -> None:
+    assert engines.operator_of("auto") is engines.PORTABLE
+
+
+def test_old_names_of_backends_mean_the_portable_engine() -> None:
+    """Keeping the map, or making it again."""
+    assert engines.operator_of("dense") is engines.operator_of("portable") is engines.PORTABLE
+    assert engines.operator_of("streaming") is engines.RECOMPUTING
 
 
 def test_no_gradient_is_computed_for_what_needs_none() -> None:

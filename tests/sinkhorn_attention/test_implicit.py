@@ -1,13 +1,24 @@
 """The derivative at convergence against the unrolled one, finite differences and its own equations."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from sinkhorn_attention import guard, implicit, sinkhorn_attention
-from sinkhorn_attention.implicit import NotConvergedError, implicit_attention, implicit_coupling
+from sinkhorn_attention import get_normalizer, sinkhorn_attention
+from sinkhorn_attention.engines import domains, implicit
+from sinkhorn_attention.engines.heads import Heads
+from sinkhorn_attention.engines.implicit import NotConvergedError, implicit_attention, implicit_coupling
+from sinkhorn_attention.engines.problem import Problem
 from sinkhorn_attention.reference import sinkhorn_attention_reference, sinkhorn_reference
 from torch import Tensor
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, n_iters: int, scale: float, attn_bias=None, **options) -> Tensor:
+    return implicit_attention(
+        Problem(query, key, value, attn_bias=attn_bias, n_iters=n_iters, scale=scale, **options)
+    )
+
 
 SHAPES = [(7, 7), (5, 9), (9, 5), (1, 4), (4, 1), (1, 1), (2, 30)]
 
@@ -53,11 +64,12 @@ def test_agrees_for_large_scores(std: float) -> None:
 
 
 def test_agrees_where_the_exponential_domain_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a guard that trusts no head, all are computed in the log domain."""
-    monkeypatch.setitem(guard.GUARD_LOG2, torch.float64, -1e9)
+    """Where no head is trusted, all are computed in the log domain."""
+    monkeypatch.setitem(domains.TRUSTED_LOG2, torch.float64, -1e9)
     for n_iters in (200, 201):
         assert_same_coupling(normal(2, 6, 9), n_iters)
-    assert implicit._in_exponential_domain(normal(2, 4, 4), 5)[1].tolist() == [0, 1]
+    given = Heads(Problem(scores=normal(2, 4, 4), n_iters=5))
+    assert implicit._in_exponential_domain(given, torch.empty(2, 4, 4).double()).tolist() == [0, 1]
 
 
 def test_float32() -> None:
@@ -92,7 +104,7 @@ def test_gradcheck_of_attention() -> None:
 
     def attention(*tensors: Tensor) -> Tensor:
         query, key, value, bias = tensors
-        return implicit_attention(query, key, value, 401, 0.7, bias, key_mask=mask)
+        return attend(query, key, value, 401, 0.7, bias, key_mask=mask)
 
     torch.autograd.gradcheck(attention, (query, key, value, bias), atol=1e-7)
 
@@ -100,13 +112,13 @@ def test_gradcheck_of_attention() -> None:
 @pytest.mark.parametrize("which", ["none", "query_mask", "key_mask", "both", "bias", "support", "dropout"])
 def test_attention_agrees_with_unrolled(which: str) -> None:
     query, key, value = (normal(2, 3, *shape, seed=i) for i, shape in enumerate([(6, 4), (8, 4), (8, 5)]))
-    options: dict[str, Tensor] = {}
+    options: dict[str, Any] = {}
     if which in ("query_mask", "both"):
         options["query_mask"] = random_mask(2, 1, 6)
     if which in ("key_mask", "both"):
         options["key_mask"] = random_mask(2, 3, 8, seed=1)
     if which == "dropout":
-        options["dropout_mask"] = random_mask(2, 3, 6, 8, seed=2).double() / 0.7
+        options |= {"dropout_keep": random_mask(2, 3, 6, 8, seed=2), "dropout_p": 0.3}
     inputs = [query, key, value]
     if which == "bias":
         inputs.append(normal(1, 6, 8, seed=4))
@@ -116,10 +128,13 @@ def test_attention_agrees_with_unrolled(which: str) -> None:
         options["attn_bias"] = torch.zeros(6, 8).double().masked_fill(~keep, -math.inf)
 
     def ours(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
-        return implicit_attention(q, k, v, 2001, 0.5, *bias, **options)
+        return attend(q, k, v, 2001, 0.5, *bias, **options)
 
     def reference(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
-        return sinkhorn_attention_reference(q, k, v, 2001, 0.5, *bias, **options)
+        keep = options.get("dropout_keep")
+        masks = {name: option for name, option in options.items() if "dropout" not in name}
+        dropout_mask = None if keep is None else keep.double() / 0.7
+        return sinkhorn_attention_reference(q, k, v, 2001, 0.5, *bias, **masks, dropout_mask=dropout_mask)
 
     got, want = value_and_gradients(ours, inputs), value_and_gradients(reference, inputs)
     torch.testing.assert_close(got[0], want[0], atol=1e-10, rtol=0)
@@ -135,13 +150,13 @@ def test_padding_changes_nothing() -> None:
         torch.cat([tensor, torch.full((3, tensor.shape[1]), math.nan).double()]) for tensor in (query, key, value)
     ]
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = implicit_attention(query, key, value, 301, 0.5, query_mask=mask, key_mask=mask)
+    def padded_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = attend(query, key, value, 301, 0.5, query_mask=mask, key_mask=mask)
         output.register_hook(lambda arriving: arriving.masked_fill(~mask.unsqueeze(-1), math.nan))
         return output[:5]
 
-    got = value_and_gradients(attend, padded)
-    want = value_and_gradients(lambda q, k, v: implicit_attention(q, k, v, 301, 0.5), [query, key, value])
+    got = value_and_gradients(padded_call, padded)
+    want = value_and_gradients(lambda q, k, v: attend(q, k, v, 301, 0.5), [query, key, value])
     torch.testing.assert_close(got[0], want[0], atol=1e-13, rtol=0)
     for found, expected in zip(got[1], want[1], strict=True):
         torch.testing.assert_close(found[:5], expected, atol=1e-12, rtol=0)
@@ -229,7 +244,7 @@ def test_saved_memory_does_not_depend_on_the_number_of_half_steps() -> None:
         assert output.grad_fn is not None
         return sum(kept.values())
 
-    assert saved_bytes(21) == saved_bytes(2001) == scores.numel() * 8
+    assert saved_bytes(21) == saved_bytes(2001) == (scores.numel() + 1) * 8, "the coupling, and the scores' shape"
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -241,13 +256,26 @@ def test_second_derivatives_are_refused() -> None:
 
 def test_the_operators_meet_the_contract_of_custom_operators() -> None:
     scores = normal(2, 4, 5).requires_grad_()
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(implicit.implicit_sinkhorn, (scores, 65), test_utils=checks)
-    plan = sinkhorn_reference(scores.detach(), 65)
-    torch.library.opcheck(implicit.implicit_sinkhorn_backward, (normal(2, 4, 5, seed=1), plan, 65), test_utils=checks)
+    mask = random_mask(2, 4)
+    checks, numbers = ("test_schema", "test_faketensor"), (65, 1.0, False, 1.0, 0.0)
+    given = (None, None, None, scores, None, mask, None, None, *numbers)
+    torch.library.opcheck(implicit.implicit.forward, given, test_utils=checks)
+    plan, nothing = sinkhorn_reference(scores.detach(), 65, mask), torch.empty(0)
+    arguments = (plan, normal(2, 4, 5, seed=1), nothing, nothing, nothing, *given, False)
+    torch.library.opcheck(implicit.implicit.backward, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("backend", ["auto", "dense", "reference"])
+@pytest.mark.parametrize("backend", ["reference", "streaming", "triton"])
+def test_backends_that_it_would_ignore_are_refused(backend: str) -> None:
+    """It keeps the map: "streaming" would promise a memory that it has not."""
+    message = f"gradient='implicit' keeps the map and has one way of computing, which backend='{backend}' is not"
+    with pytest.raises(ValueError, match=message):
+        sinkhorn_attention(*[normal(4, 3)] * 3, 101, gradient="implicit", backend=backend)
+    with pytest.raises(ValueError, match=message):
+        get_normalizer("sinkhorn", gradient="implicit", backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "portable", "dense"])
 def test_the_operator_offers_it_on_every_backend(backend: str) -> None:
     """Value and gradient of sinkhorn_attention(..., gradient="implicit") against the unrolled operator."""
     inputs = [normal(2, 3, *shape, seed=i) for i, shape in enumerate([(6, 4), (8, 4), (8, 5)])]

@@ -4,21 +4,14 @@ import math
 
 import pytest
 import torch
-from sinkhorn_attention import blockwise, dense, get_normalizer, problem, sinkhorn_attention
+from sinkhorn_attention import get_normalizer, sinkhorn_attention
+from sinkhorn_attention.engines import heads
 from sinkhorn_attention.reference import sinkhorn_attention_reference
 from torch import Tensor
 
 #: Small enough for guard A, beyond it, products that overflow float32, and what is no number.
 GARBAGE = (0.0, 1.0, -3.0, 1e3, 1e14, 1e20, 3e38, math.inf, -math.inf, math.nan)
 N, M, WIDTH, VALUE_WIDTH = 20, 40, 4, 6
-
-
-@pytest.fixture(params=["dense", "slab", "streaming"])
-def backend(request, monkeypatch) -> str:
-    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 1)
-    if request.param == "slab":
-        monkeypatch.setattr(dense, "SLAB_BYTES", 0)
-    return "streaming" if request.param == "streaming" else "dense"
 
 
 def tokens(scale: float) -> tuple[list[Tensor], Tensor, list[Tensor]]:
@@ -47,9 +40,10 @@ def outcome(
 
 @pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, M)], ids=["plain", "bias"])
 @pytest.mark.parametrize("n_iters", [1, 4, 5])
-@pytest.mark.parametrize("scale", [0.3, 30.0])  # guards A and B
-def test_the_padding_is_out_of_sight(backend: str, scale: float, n_iters: int, bias: Tensor | None) -> None:
-    assert_out_of_sight(backend, scale, n_iters, bias)
+@pytest.mark.parametrize("scale", [0.3, 30.0])  # bounded scores and others
+@pytest.mark.parametrize("engine", ["whole", "kept", "recomputed", "log domain"], indirect=True)
+def test_the_padding_is_out_of_sight(engine, scale: float, n_iters: int, bias: Tensor | None) -> None:
+    assert_out_of_sight(engine.backend, scale, n_iters, bias)
 
 
 @pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, M)], ids=["plain", "bias"])
@@ -85,14 +79,14 @@ def test_zeros_are_put_there_only_where_they_are_needed(monkeypatch, garbage: fl
         tensor.masked_fill(~mask.unsqueeze(-1), garbage)
         for tensor, mask in zip(tensors, [masks[0], masks[1], masks[1]], strict=True)
     ]
-    hidden, hide = [], problem.hide
+    hidden, hide = [], heads.hide
 
-    def counted(tensor: Tensor, mask: Tensor | None, heads: slice) -> Tensor:
+    def counted(tensor: Tensor, mask: Tensor | None, group: slice) -> Tensor:
         hidden.extend([] if mask is None else [mask])
-        return hide(tensor, mask, heads)
+        return hide(tensor, mask, group)
 
-    monkeypatch.setattr(problem, "hide", counted)
-    outcome(filled, gradient, masks, 3, "dense", None)
+    monkeypatch.setattr(heads, "hide", counted)
+    outcome(filled, gradient, masks, 3, "portable", None)
     assert bool(hidden) == hides
 
 

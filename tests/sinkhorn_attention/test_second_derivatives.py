@@ -153,8 +153,8 @@ def test_elsewhere_second_derivatives_are_right_or_refused(way: Callable, name: 
 
     size = 1e-6
     want = [(ahead - behind) / (2 * size) for ahead, behind in zip(first(size), first(-size), strict=True)]
-    if name in ("softmax", "l2", "sigmoid"):
-        with pytest.raises((NotImplementedError, RuntimeError), match=r"is not implemented|differentiated again"):
+    if name in ("softmax", "l2"):
+        with pytest.raises(RuntimeError, match="is not implemented"):
             way(attend, tokens, direction)
         return
     got = way(attend, tokens, direction)

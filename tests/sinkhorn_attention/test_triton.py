@@ -23,7 +23,7 @@ def test_kernels_in_the_interpreter() -> None:
     """In a process of its own: Triton decides at import whether it compiles, for the whole process."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     folder = Path(__file__).parent
-    tests = [str(folder / f"test_{name}.py") for name in ("triton_kernels", "every_backend", "properties")]
+    tests = [str(folder / f"test_{name}.py") for name in ("triton_kernels", "engines", "properties")]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run([*command, "-k", "triton", *tests], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-20000:] + run.stderr[-5000:]
@@ -35,7 +35,7 @@ def compile_kernel(
 ) -> tuple[int, int]:
     """Shared memory and bytes of spilled registers of a kernel compiled for a GPU that need not be there."""
     import triton
-    from sinkhorn_attention import triton_kernels
+    from sinkhorn_attention.engines import triton_kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -62,7 +62,7 @@ def compile_kernel(
 def engine() -> ModuleType:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET=1 is set: Triton compiles nothing in this process")
-    from sinkhorn_attention import triton
+    from sinkhorn_attention.engines import triton
 
     return triton
 

@@ -62,6 +62,8 @@ class ExponentialMap:
             self.factors, self.alpha = (self.query, self.key), heads.scale * LOG2E
         #: Where the result goes in the last pass.
         self.output: Tensor | None = None
+        self.row_target: Tensor | None = None
+        self.column_target: Tensor | None = None
         #: A by-product of one half-step that the next needs: K^T times its scaling or weight.
         self.column_sums: Tensor | None = None
         #: Columns of A (heads, 1, n) and B (heads, 1, m).
@@ -70,7 +72,8 @@ class ExponentialMap:
 
     def set_scalings(self, u: Tensor, v: Tensor) -> None:
         """Where the scalings of half-steps stand; v holds those of damped steps and 1 / (K^T u) in turn."""
-        self.u, self.columns, self.v, self.inverse_sums = u, v, v, None
+        self.u, self.columns, self.v = u, v, v
+        self.inverse_sums: Tensor | None = None
         if self.heads.problem.damping != 1.0:
             self.v, self.inverse_sums = v[::2], v[1::2]
 
@@ -267,8 +270,8 @@ def exponential_forward(
         ExponentialMap(heads, group, shifted, out, out, *scalings).run(out)
         return
     whole = (count, heads.n, heads.m) if keep and block_rows < heads.n else (0,)
-    with borrow((count, block_rows, heads.m), whole, dtype=heads.dtype) as (scratch, kept):
-        kept = None if not keep else scratch if block_rows == heads.n else kept
+    with borrow((count, block_rows, heads.m), whole, dtype=heads.dtype) as (scratch, all_rows):
+        kept = None if not keep else scratch if block_rows == heads.n else all_rows
         ExponentialMap(heads, group, shifted, scratch, kept, *scalings).run(out)
 
 

@@ -29,7 +29,7 @@ class Heads:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         lead, self.n, self.m, self.dtype = problem.lead, problem.n, problem.m, problem.dtype
-        self.count, self.device = math.prod(lead), problem.like.device
+        self.count, self.device = problem.heads, problem.like.device
         self.scale, self.n_iters = problem.scale, problem.n_iters
         self.query_mask, self.key_mask = (
             None if mask is None else mask.expand(*lead, length).reshape(-1, length)
@@ -160,13 +160,9 @@ class Gradients:
 
     def parts(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
         """Where the gradients of some heads may be written before `put`: of query, key and value, or of the scores."""
-        direct = isinstance(group, slice) and self.of_inputs[0].dtype == dtype
-        return [
-            gradient[group]
-            if direct
-            else gradient.new_empty((_size(gradient, group), *gradient.shape[1:]), dtype=dtype)
-            for gradient in self.of_inputs
-        ]
+        if isinstance(group, slice) and self.of_inputs[0].dtype == dtype:
+            return [gradient[group] for gradient in self.of_inputs]
+        return [torch.empty_like(gradient[group], dtype=dtype) for gradient in self.of_inputs]
 
     def put(self, group: Group, parts: list[Tensor]) -> None:
         """Takes the gradients of some heads to the inputs; masked values get zeros."""
@@ -208,8 +204,3 @@ class Gradients:
         if self.bias is None or problem.attn_bias is None:
             return query, key, value, nothing[0]
         return query, key, value, self.bias.view(problem.attn_bias.shape).to(problem.attn_bias.dtype)
-
-
-def _size(tensor: Tensor, group: Group) -> int:
-    """Number of heads of a group of (heads, ...)."""
-    return len(group) if isinstance(group, Tensor) else len(range(*group.indices(len(tensor))))

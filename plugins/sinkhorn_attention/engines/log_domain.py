@@ -44,9 +44,10 @@ class LogDomainMap:
             seen = support.any(1, keepdim=True)
             columns = seen if columns is None else columns | seen
         assert columns is not None
-        #: Which rows (heads, n, 1) and columns (heads, 1, m) have a support; what a column should sum to, (heads, 1, 1).
+        #: Which rows (heads, n, 1) and columns (heads, 1, m) have a support.
         self.rows, self.columns = torch.cat(rows, 1), columns
         counts = self.rows.sum(1, keepdim=True), columns.sum(2, keepdim=True)
+        #: What a column should sum to, (heads, 1, 1).
         self.ratio = target_ratio(*counts, dtype)
         #: Of each half-step, over rows or columns of C + the other side's potential: the maximum and the sum of
         #: exponentials. Kept apart: the rounding of a potential as large as 1e30 would be the exponent of a coupling.

@@ -22,9 +22,7 @@ State = tuple[Tensor, Tensor, Tensor]
 #: Gradients of query, key, value and bias, or of given scores and three times nothing; nothing is an empty tensor.
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
-#: Inputs that have a gradient, by their place in `TENSORS`.
-DIFFERENTIABLE = ("query", "key", "value", "scores", "attn_bias")
-BIAS = TENSORS.index("attn_bias")
+SCORES, BIAS = TENSORS.index("scores"), TENSORS.index("attn_bias")
 _TYPES = {bool: "bool", int: "int", float: "float"}
 
 
@@ -37,7 +35,7 @@ class Engine(Protocol):
         """What the engine needs and this problem has not, for an error message; None if it takes it."""
 
     def keeps_output(self, problem: Problem) -> bool:
-        """Whether backward needs the output; it is given an empty one otherwise."""
+        """Whether backward needs the output, and no given scores; otherwise it gets these and an empty output."""
 
     def state(self, problem: Problem) -> State:
         """An uninitialised state, for fake kernels."""
@@ -92,7 +90,7 @@ class Operator:
         """The result of a problem, in float32 at least.
 
         Raises:
-            NotImplementedError: for a problem that the engine refuses, under torch.func transforms and for dual tensors.
+            NotImplementedError: for what the engine refuses, under torch.func transforms and for dual tensors.
         """
         needs = self.engine.refusal(problem)
         if needs is not None:
@@ -136,8 +134,10 @@ class Operator:
         return self.definition(problem), *self.engine.state(problem)
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        kept = output[0] if self.engine.keeps_output(problem_of(inputs)) else output[1].new_empty(0)
-        ctx.save_for_backward(kept, *output[1:], *inputs[: len(TENSORS)])
+        tensors, keeps_output = list(inputs[: len(TENSORS)]), self.engine.keeps_output(problem_of(inputs))
+        if keeps_output and tensors[SCORES] is not None:  # of the scores, their shape and dtype are enough then
+            tensors[SCORES] = tensors[SCORES].new_empty(()).expand(tensors[SCORES].shape)
+        ctx.save_for_backward(output[0] if keeps_output else output[1].new_empty(0), *output[1:], *tensors)
         ctx.numbers = inputs[len(TENSORS) :]
         ctx.set_materialize_grads(False)
 

@@ -102,7 +102,7 @@ class Portable:
         steps the inverse column sums that each scaling is made of stand between the scalings, because they cannot be
         had from these where lambda is small.
         """
-        like, heads = problem.like, problem.lead.numel()
+        like, heads = problem.like, problem.heads
         throughout = in_log_domain_throughout(like.device)
         n_columns = problem.n_iters // 2 + 1 if problem.damping == 1.0 else 2 * (problem.n_iters // 2) + 1
         rows = like.new_empty(0 if throughout else (problem.n_iters + 1) // 2, heads, problem.n, dtype=problem.dtype)

@@ -1,5 +1,6 @@
 """One call of the operator: what every engine is given, whole."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -55,6 +56,11 @@ class Problem:
     def lead(self) -> torch.Size:
         """The leading dimensions."""
         return self.like.shape[:-2]
+
+    @property
+    def heads(self) -> int:
+        """Number of maps. Not `torch.Size.numel()`, which would fix the sizes of a program that is exported."""
+        return math.prod(self.lead)
 
     @property
     def n(self) -> int:

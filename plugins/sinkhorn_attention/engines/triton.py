@@ -203,7 +203,7 @@ class Triton:
 
         All in log2 and float32.
         """
-        heads, n_iters, empty = problem.lead.numel(), problem.n_iters, problem.like.new_empty
+        heads, n_iters, empty = problem.heads, problem.n_iters, problem.like.new_empty
         rows = empty(heads, (n_iters + 1) // 2, problem.n, dtype=torch.float32)
         columns = empty(heads, n_iters // 2 + 1, problem.m, dtype=torch.float32)
         return rows, columns, empty(heads, dtype=torch.float32)

@@ -69,9 +69,9 @@ class Normalizer(nn.Module):
     """Base class. Shapes are those of `sinkhorn_attention`; True in a mask = the token takes part.
 
     A normalizer of given scores overrides `from_scores` alone; one that needs queries and keys overrides `coupling`.
-    `attend` is overridden where the output can be had without the map. What `**options` stands for is passed by keyword:
-    scale, attn_bias, query_mask and key_mask, and dropout_p to `attend`, each of them optional. The class attribute
-    `row_wise` says that a row of the map depends on its own query alone; only such attention may be causal.
+    `attend` is overridden where the output can be had without the map. `**options` are scale, attn_bias, query_mask and
+    key_mask, and for `attend` dropout_p, each of them optional. The class attribute `row_wise` says that a row of the
+    map depends on its own query alone; only such attention may be causal.
     """
 
     row_wise: bool = False
@@ -100,8 +100,9 @@ class Normalizer(nn.Module):
     def coupling(self, query: Tensor, key: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         """The map itself, (..., n, m), in float32 at least; exactly 0 in masked rows and columns."""
         self.check_inputs(query, key, **options)
-        scores = attention_scores(query, key, **options)
-        return self.from_scores(scores, query_mask=options.get("query_mask"), key_mask=options.get("key_mask"))
+        masks = options.get("query_mask"), options.get("key_mask")
+        scores = attention_scores(query, key, options.get("scale"), options.get("attn_bias"), *masks)
+        return self.from_scores(scores, *masks)
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
         """The map of given scores (..., n, m), for normalizers that need nothing else. -inf is no support."""

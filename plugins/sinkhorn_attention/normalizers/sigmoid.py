@@ -79,11 +79,7 @@ def attend_in_chunks(problem: Problem, bias: float | None) -> Tensor:
     assert heads.query is not None and heads.key is not None and heads.value is not None  # noqa: PT018
     whole = not is_eager(like) or torch._C._are_functorch_transforms_active()
     passes = Passes(heads.count, heads.n, True) if whole else choose_passes(heads, recompute=False)
-    rows = (
-        [heads.n]
-        if passes.rows >= heads.n
-        else [len(range(*span.indices(heads.n))) for span in row_spans(heads.n, passes.rows)]
-    )
+    rows = [span.stop - span.start for span in row_spans(heads.n, passes.rows)]
     parts = []
     tokens = (tensor.split(passes.heads) for tensor in (heads.query, heads.key, heads.value))
     for number, (query, key, value) in enumerate(zip(*tokens, strict=True)):
@@ -104,8 +100,10 @@ def attend_in_chunks(problem: Problem, bias: float | None) -> Tensor:
 
 def _support(heads: Heads, group: slice, rows: slice) -> Tensor:
     """Where the map of some heads and rows may be positive, broadcastable to (heads, rows, m)."""
+    support = torch.ones(1, 1, heads.m, dtype=torch.bool, device=heads.device)
     bias = heads.bias(group, rows)
-    support = torch.ones(1, 1, heads.m, dtype=torch.bool, device=heads.device) if bias is None else bias != -math.inf
+    if bias is not None:
+        support = support & (bias != -math.inf)
     if heads.query_mask is not None:
         support = support & heads.query_mask[group][:, rows].unsqueeze(2)
     return support if heads.key_mask is None else support & heads.key_mask[group].unsqueeze(1)

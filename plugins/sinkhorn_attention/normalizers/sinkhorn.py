@@ -1,5 +1,6 @@
 """Sinkhorn's doubly stochastic normalisation, the attention of the Sinkformer."""
 
+from dataclasses import replace
 from typing import Unpack
 
 from torch import Tensor
@@ -50,8 +51,8 @@ class Sinkhorn(Normalizer):
         )
 
     def from_scores(self, scores: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
-        masks = {"query_mask": query_mask, "key_mask": key_mask}
         if self.gradient == "unrolled":
-            return sinkhorn(scores, self.n_iters, **masks)
-        problem = Problem(scores=scores, n_iters=self.n_iters, detached=self.gradient == "detached", **masks)
+            return sinkhorn(scores, self.n_iters, query_mask=query_mask, key_mask=key_mask)
+        given = Problem(scores=scores, query_mask=query_mask, key_mask=key_mask, n_iters=self.n_iters)
+        problem = replace(given, detached=self.gradient == "detached")
         return (implicit if self.gradient == "implicit" else PORTABLE)(problem).to(scores.dtype)

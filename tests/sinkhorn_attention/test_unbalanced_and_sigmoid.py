@@ -1,12 +1,14 @@
-"""What the engines of `unbalanced_sinkhorn` and `sigmoid` owe every caller, against `from_scores` in float64."""
+"""`unbalanced_sinkhorn` and `sigmoid`, whose `attend` is not their formula, against `from_scores` in float64."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
-from sinkhorn_attention import Normalizer, damped, dense, elementwise, get_normalizer, scratch
+from sinkhorn_attention import Normalizer, get_normalizer
+from sinkhorn_attention.engines import portable
+from sinkhorn_attention.engines.operator import Operator
+from sinkhorn_attention.normalizers import sigmoid, unbalanced
+from sinkhorn_attention.reference import sinkhorn_attention_reference
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -202,16 +204,6 @@ def test_strides_and_leading_dimensions_do_not_matter(normalizer) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 400, 900])
-def test_chunks_do_not_change_the_result(
-    normalizer, make_problem, matches_definition, monkeypatch, chunk_bytes: int
-) -> None:
-    monkeypatch.setattr(dense, "CHUNK_BYTES", chunk_bytes)
-    for options in ({}, {"attn_bias": torch.randn(3, 1, 7).double()}, {"key_mask": random_mask(2, 1, 7)}):
-        for std in (1, 60):
-            matches_definition(normalizer, make_problem(7, 7, std=std, **options))
-
-
 def test_gradcheck(normalizer) -> None:
     """Against finite differences."""
     inputs = [torch.randn(1, 2, size, 3, dtype=torch.float64, requires_grad=True) for size in (3, 4, 4)]
@@ -248,34 +240,8 @@ def test_compiles_without_graph_breaks(normalizer) -> None:
     assert_same_step(torch.compile(module, fullgraph=True, backend="aot_eager"), module, inputs, 0.0)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_scripts(normalizer) -> None:
-    module, inputs = Attend(normalizer), [*tokens(2, 3), torch.randn(6, 6, requires_grad=True)]
-    scripted = torch.jit.script(module)
-    assert_same_step(scripted, module, inputs, 0.0)
-    with pytest.raises(RuntimeError, match="query's width 4, got 3"):
-        scripted(inputs[0], torch.randn(6, 3), torch.randn(6, 4), inputs[3])
-
-
-def test_operators_pass_opcheck() -> None:
-    query, key, value = tokens(2, 3)
-    bias, mask = torch.randn(3, 6, 6, requires_grad=True), torch.rand(2, 1, 6) > 0.3
-    keep = torch.rand(2, 3, 6, 6) > 0.2
-    for engine, settings in (
-        (damped.damped_engine, (4, 0.7, 0.5)),
-        (elementwise.sigmoid_engine, (None, 0.5)),
-        (elementwise.sigmoid_engine, (0.3, 0.5)),
-    ):
-        for options in ((None, None, None, None, 0.0), (bias, mask, mask, keep, 0.2)):
-            torch.library.opcheck(engine.forward, (query, key, value, *settings, *options))
-        strided = [torch.randn(1, 6, 3, 4).transpose(1, 2) for _ in range(3)]
-        plain = *settings, None, None, None, None, 0.0
-        output, *state = engine.forward(*strided, *plain)
-        arguments = (torch.ones(1, 3, 6, 4), output, *strided, *state, *plain, False)
-        torch.library.opcheck(engine.backward, arguments, test_utils="test_faketensor")
-
-
-def test_derivatives_it_does_not_have_are_refused_in_words(normalizer) -> None:
+def test_derivatives_it_does_not_have_are_refused_in_words() -> None:
+    normalizer = get_normalizer("unbalanced_sinkhorn", n_iters=3)
     query, key, value = tokens(2, 3)
     output = normalizer.attend(query, key, value)
     (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
@@ -304,47 +270,170 @@ def test_works_under_gradient_checkpointing(normalizer) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def saved_bytes(normalizer: Normalizer, inputs: list[Tensor], **options: object) -> int:
-    """Bytes that autograd keeps for backward."""
-    sizes: dict[int, int] = {}
+@pytest.mark.parametrize(
+    "engine", ["whole", "kept", "recomputed", "log domain", "log domain by blocks", "device"], indirect=True
+)
+@pytest.mark.parametrize("options", range(4))
+def test_every_way_through_the_portable_engine(engine, make_problem, matches_definition, options: int) -> None:
+    """Blocks of 16 rows, of which the last is smaller."""
+    masks = {"query_mask": random_mask(2, 3, 40), "key_mask": random_mask(2, 1, 9, seed=1), "dropout_p": 0.2}
+    bias = torch.randn(3, 40, 9).double().masked_fill(~random_mask(3, 40, 9), -math.inf)
+    bias[1, :, 2] = bias[2, 20] = -math.inf
+    given = ({}, masks, {"attn_bias": bias}, {"attn_bias": bias[:, :1], **masks})[options]
+    normalizers = [get_normalizer("sigmoid"), get_normalizer("sigmoid", bias=-3.5)]
+    normalizers += [
+        get_normalizer("unbalanced_sinkhorn", n_iters=n_iters, rho=rho) for n_iters in (1, 2, 5) for rho in (0.05, 10.0)
+    ]
+    for normalizer in normalizers:
+        for std in (1, 30):
+            matches_definition(normalizer, make_problem(40, 9, std=std, **given))
 
-    def pack(tensor: Tensor) -> Tensor:
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        normalizer.attend(*inputs, **options)
-    return sum(sizes.values())
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("rho", [0.05, 0.5, 10.0, 1e4])
+@pytest.mark.parametrize("n_iters", [1, 2, 3, 4, 5, 20, 21])
+def test_unbalanced_matches_its_definition(make_problem, matches_definition, n_iters: int, rho: float, dtype) -> None:
+    for n, m in ((7, 7), (5, 9), (9, 5)):
+        matches_definition(get_normalizer("unbalanced_sinkhorn", n_iters=n_iters, rho=rho), make_problem(n, m), dtype)
 
 
-def test_saves_no_map_for_backward(normalizer) -> None:
+@pytest.mark.parametrize("n_iters", [3, 4])
+def test_undamped_it_is_sinkhorn(make_problem, n_iters: int) -> None:
+    normalizer = get_normalizer("unbalanced_sinkhorn", n_iters=n_iters, rho=math.inf)
+    for std in (1, 100):
+        query, key, value, weights, *_ = make_problem(7, 9, std=std)
+        inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+        got = normalizer.attend(*inputs, key_mask=torch.arange(9) < 7)
+        want = sinkhorn_attention_reference(*inputs, n_iters, query.shape[-1] ** -0.5, key_mask=torch.arange(9) < 7)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+        for one, other in zip(*(torch.autograd.grad(out, inputs, weights) for out in (got, want)), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def exact_problem(make_problem, std: float, n: int = 12, m: int = 12, **options: object):
+    """Scores of about that standard deviation that float32 holds exactly: integers over 4."""
+    problem = make_problem(n, m, std=std, scale=0.25, **options)
+    query, key = (problem.query * math.sqrt(2)).round(), (problem.key * 2).round() / 2
+    return problem._replace(query=(2 * query).round() / 2, key=key)
+
+
+@pytest.mark.parametrize("rho", [0.5, 10.0])
+@pytest.mark.parametrize("n_iters", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("std", [1, 30, 100])
+def test_unbalanced_with_large_logits(make_problem, matches_definition, std: float, n_iters: int, rho: float) -> None:
+    normalizer = get_normalizer("unbalanced_sinkhorn", n_iters=n_iters, rho=rho)
+    masks = {"query_mask": random_mask(2, 3, 12), "key_mask": random_mask(2, 1, 12, seed=1), "dropout_p": 0.2}
+    for dtype in PRECISIONS:
+        matches_definition(normalizer, exact_problem(make_problem, std), dtype)
+        matches_definition(normalizer, exact_problem(make_problem, std, **masks), dtype)
+
+
+@pytest.mark.parametrize("n_iters", [100, 101])
+@pytest.mark.parametrize("std", [100, 300])
+def test_what_the_exponential_domain_cannot_hold(make_problem, matches_definition, std: float, n_iters: int) -> None:
+    """Peaked logits, many half-steps and little damping: some heads leave the trusted range, others do not."""
+    problem = exact_problem(make_problem, std, 10, 10, lead=(4, 6))
+    normalizer = get_normalizer("unbalanced_sinkhorn", n_iters=n_iters, rho=100.0)
+    for dtype in PRECISIONS:
+        matches_definition(normalizer, problem, dtype, 1e-10 if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("rho", [0.05, 10.0, 1e3])
+@pytest.mark.parametrize("n_iters", [1, 3, 4, 9])
+def test_unbalanced_far_rows_and_columns(make_problem, matches_definition, n_iters: int, rho: float) -> None:
+    """A damped column step sees how far a column was shifted, also where 2 to that shift is 0 in single precision."""
+    normalizer = get_normalizer("unbalanced_sinkhorn", n_iters=n_iters, rho=rho)
+    for far in (-2000.0, -300.0, 300.0, 2000.0):
+        column, row = torch.zeros(10).double(), torch.zeros(10, 1).double()
+        column[3], row[4] = far, far
+        for bias in (column, row):
+            matches_definition(normalizer, make_problem(10, 10, attn_bias=bias))
+            # float32 rounds such a score by up to |score| 2^-24, which is the relative error of its exponential.
+            tolerance = max(1e-5, 4 * abs(far) * 2**-24)
+            matches_definition(normalizer, make_problem(10, 10, attn_bias=bias), torch.float32, tolerance)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("bias", [None, 0.0, -3.5, 40.0])
+@pytest.mark.parametrize(("n", "m"), [(7, 7), (5, 9), (40, 3)])
+def test_sigmoid_matches_its_definition(
+    make_problem, matches_definition, n: int, m: int, bias: float | None, dtype
+) -> None:
+    matches_definition(get_normalizer("sigmoid", bias=bias), make_problem(n, m), dtype)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("std", [30, 100, 300])
+def test_sigmoid_with_large_logits(make_problem, matches_definition, std: float, dtype) -> None:
+    """Scores that float32 holds exactly, so that the map alone is compared."""
+    problem = make_problem(12, 12, scale=0.25)
+    problem = problem._replace(query=(problem.query * math.sqrt(2) * std).round(), key=(problem.key * 2).round() / 2)
+    matches_definition(get_normalizer("sigmoid"), problem, dtype)
+
+
+@pytest.mark.parametrize("n_hidden", [0, 2])
+def test_the_bias_of_sigmoid_counts_the_keys_that_are_seen(n_hidden: int) -> None:
+    """By masks, and by columns of -inf: at scores of 0 a row that sees all m keys sums to m / (m + 1)."""
+    query, key, value = torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 8, 4), torch.ones(2, 3, 8, 1)
+    key_mask = torch.arange(8) < 6
+    bias = torch.zeros(2, 1, 5, 8)
+    bias[1, ..., :n_hidden] = -math.inf
+    bias[0, ..., 0, 3] = -math.inf  # hidden from one query alone: the key counts
+    output = get_normalizer("sigmoid").attend(query, key, value, attn_bias=bias, key_mask=key_mask)
+    torch.testing.assert_close(output[1], torch.full((3, 5, 1), (6 - n_hidden) / (7 - n_hidden)))
+    torch.testing.assert_close(output[0, :, 1:], torch.full((3, 4, 1), 6 / 7))
+    torch.testing.assert_close(output[0, :, 0], torch.full((3, 1), 5 / 7))
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_sigmoid_with_a_causal_bias(make_problem, matches_definition, dtype) -> None:
+    causal = torch.zeros(7, 7).double().masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -math.inf)
+    matches_definition(get_normalizer("sigmoid"), make_problem(7, 7, attn_bias=causal), dtype)
+    matches_definition(get_normalizer("sigmoid"), make_problem(7, 7, attn_bias=causal == 0), dtype)
+    rows = {"query_mask": random_mask(2, 3, 7), "key_mask": random_mask(2, 1, 7, seed=1)}
+    matches_definition(get_normalizer("sigmoid"), make_problem(7, 7, attn_bias=causal, **rows), dtype)
+
+
+def test_the_count_of_keys_matters(make_problem, matches_definition, monkeypatch) -> None:
+    """A deliberately wrong sigmoid, whose bias misses a key, is caught."""
+    honest, calls = sigmoid._log_count, []
+
+    def missing_one(support: Tensor) -> Tensor:
+        calls.append(None)
+        return honest(support) if len(calls) > 1 else (honest(support).exp() - 1).log()
+
+    monkeypatch.setattr(sigmoid, "_log_count", missing_one)
+    with pytest.raises(AssertionError, match="off by"):
+        matches_definition(get_normalizer("sigmoid"), make_problem(7, 7))
+
+
+def test_saves_no_map_for_backward(normalizer, saved_bytes, monkeypatch) -> None:
+    """Inputs, output and vectors, whatever the number of chunks; a chunk of sigmoid may keep its tokens."""
+    monkeypatch.setattr(portable, "CHUNK_BYTES", 1)
     heads, n, m, width = 6, 96, 80, 8
     inputs = tokens(2, 3, n=n, m=m, width=width)
     without_map = heads * 4 * (2 * (n + m) * width + 3 * (n + 2 * m))
-    assert saved_bytes(normalizer, inputs) <= without_map < heads * n * m * 4
+    saved = saved_bytes(lambda: normalizer.attend(*inputs))
+    assert saved <= without_map < heads * n * m * 4
     bias = torch.randn(n, m, requires_grad=True)
-    assert saved_bytes(normalizer, inputs, attn_bias=bias) <= without_map + n * m * 4
-    assert saved_bytes(normalizer, inputs, dropout_p=0.1) <= without_map + heads * n * m
+    assert saved_bytes(lambda: normalizer.attend(*inputs, attn_bias=bias)) <= without_map + n * m * 4
+    assert saved_bytes(lambda: normalizer.attend(*inputs, dropout_p=0.1)) <= without_map + heads * n * m
 
 
-@pytest.mark.parametrize(("std", "maps"), [(0.3, 2), (40.0, 3)])
-def test_maps_alive(normalizer, monkeypatch, std: float, maps: int) -> None:
-    """Two maps of a chunk at once, three where a damped one is peaked or shifted, whatever the number of half-steps."""
-    monkeypatch.setattr(dense, "CHUNK_BYTES", 1)  # one head
-    borrowed, peak, honest = [0], [0], scratch.borrow
+def test_a_damped_step_saves_its_scaling_and_the_inverse_column_sums(saved_bytes) -> None:
+    heads, n, m = 6, 64, 48
+    inputs = [torch.randn(2, 3, size, 8, requires_grad=True) for size in (n, m, m)]
+    one, many = (
+        saved_bytes(lambda t=t: get_normalizer("unbalanced_sinkhorn", n_iters=t).attend(*inputs)) for t in (1, 21)
+    )
+    assert many - one == 4 * heads * (10 * n + 20 * m)
 
-    @contextmanager
-    def counting(*shapes: tuple[int, ...], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-        size = sum(math.prod(shape) for shape in shapes)
-        borrowed[0] += size
-        peak[0] = max(peak[0], borrowed[0])
-        with honest(*shapes, dtype=dtype) as tensors:
-            yield tensors
-        borrowed[0] -= size
 
-    for module in (dense, damped, elementwise):
-        monkeypatch.setattr(module, "borrow", counting)
-    n, m, width = 96, 80, 8
-    query, key, value = tokens(2, 3, n=n, m=m, width=width)
-    normalizer.attend(std * query, key, value).sum().backward()
-    assert n * m <= peak[0] <= maps * n * (m + 8) + (n + m) * (width + 8)
+def test_the_operator_of_damped_steps_passes_opcheck() -> None:
+    query, key, value = tokens(2, 3)
+    bias, mask = torch.randn(3, 6, 6, requires_grad=True), torch.rand(2, 1, 6) > 0.3
+    operator: Operator = unbalanced.unbalanced
+    numbers = (4, 0.5, False, 0.7)
+    torch.library.opcheck(operator.forward, (query, key, value, None, None, None, None, None, *numbers, 0.0))
+    keep = torch.rand(2, 3, 6, 6) > 0.2
+    torch.library.opcheck(operator.forward, (query, key, value, None, bias, mask, mask, keep, *numbers, 0.2))
