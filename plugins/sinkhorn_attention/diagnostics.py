@@ -245,7 +245,8 @@ class _RecordedMethod:
         try:
             result = method(*args, **kwargs)
             with torch.no_grad():
-                recorder.record(self.name, result, inspect.signature(method).bind(*args, **kwargs).arguments)
+                bound = inspect.signature(method).bind(*args, **kwargs).arguments
+                recorder.record(self.name, result, {**bound, **bound.get("options", {})})
         finally:
             recorder.state.busy = False
         return result

@@ -104,3 +104,14 @@ def support_of(scores: Tensor, query_mask: Tensor | None, key_mask: Tensor | Non
     if key_mask is not None:
         support = support & key_mask.unsqueeze(-2)
     return support
+
+
+def as_support(attn_mask: Tensor | None, lowest_bias: float = CAUSAL_FILL) -> Tensor | None:
+    """Turns entries of a floating mask that are too low for a bias, -1e4 and below, into -inf: no support.
+
+    Models hide tokens by -1e4, -1e9 or their dtype's lowest number, as timm's NaFlex models do. Softmax makes the same
+    of all of these; a column step would restore a column that is low throughout.
+    """
+    if attn_mask is None or not attn_mask.is_floating_point():
+        return attn_mask
+    return attn_mask.masked_fill(attn_mask <= lowest_bias, -math.inf)

@@ -1,6 +1,6 @@
 """MultiheadAttention, a drop-in for torch.nn.MultiheadAttention."""
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +44,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         ValueError: for an unknown normalizer or an option that it does not have or does not take.
     """
 
-    causal_refusal: Final[str] = CAUSAL_REFUSAL
-    hiding_fill: Final[float] = CAUSAL_FILL
-
     def __init__(
         self,
         embed_dim: int,
@@ -79,7 +76,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         self.set_normalizer(normalizer, **options)
 
-    @torch.jit.unused
     def set_normalizer(self, name: str, **options: Any) -> None:
         """Replaces what makes the map; the projections stay. Arguments and errors as for `get_normalizer`."""
         normalizer = get_normalizer(name, head_dim=self.head_dim, num_heads=self.num_heads, **options)
@@ -124,18 +120,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             ValueError: for causal attention, shapes that do not fit, and masks neither boolean nor floating.
         """
         if is_causal and not self.normalizer.row_wise:
-            raise ValueError(self.causal_refusal)
+            raise ValueError(CAUSAL_REFUSAL)
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask, which must be given as well")
-        if not torch.jit.is_scripting():
-            if query.is_nested:
-                masked = key_padding_mask is not None or attn_mask is not None or query_padding_mask is not None
-                return self._forward_nested(query, key, value, masked, need_weights, average_attn_weights)
-            self._check_shapes(query, key, value, key_padding_mask, attn_mask, query_padding_mask)
+        if query.is_nested:
+            masked = key_padding_mask is not None or attn_mask is not None or query_padding_mask is not None
+            return self._forward_nested(query, key, value, masked, need_weights, average_attn_weights)
+        self._check_shapes(query, key, value, key_padding_mask, attn_mask, query_padding_mask)
 
-        query_mask, key_mask, attn_bias = _token_masks(
-            query, key, key_padding_mask, query_padding_mask, self.hiding_fill
-        )
+        query_mask, key_mask, attn_bias = _token_masks(query, key, key_padding_mask, query_padding_mask)
         q, k, v = self._project(query, key, value)
         if attn_mask is not None:
             attn_bias = self._add_mask(attn_mask, attn_bias, q.shape[0])
@@ -177,11 +170,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 q_weight, k_weight, v_weight = weight.chunk(3)
             else:
                 q_weight, k_weight, v_weight = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-            q_bias: Tensor | None = None
-            k_bias: Tensor | None = None
-            v_bias: Tensor | None = None
-            if bias is not None:
-                q_bias, k_bias, v_bias = bias.chunk(3)
+            q_bias, k_bias, v_bias = (None, None, None) if bias is None else bias.chunk(3)
             q, k, v = (
                 F.linear(query, q_weight, q_bias),
                 F.linear(key, k_weight, k_bias),
@@ -219,7 +208,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask
         else:
-            attn_mask = attn_mask.masked_fill(attn_mask <= self.hiding_fill, -torch.inf)
+            attn_mask = attn_mask.masked_fill(attn_mask <= CAUSAL_FILL, -torch.inf)
         if attn_mask.dim() == 3:
             attn_mask = attn_mask.view(batch, self.num_heads, attn_mask.shape[1], attn_mask.shape[2])
         if key_bias is None:
@@ -228,7 +217,6 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask = bias_from_keep(attn_mask, key_bias.dtype)
         return attn_mask + key_bias
 
-    @torch.jit.unused
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, masked: bool, need_weights: bool, average_attn_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -245,7 +233,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         out, weights = self.forward(tokens, tokens, tokens, padding, need_weights, None, average_attn_weights)
         return torch.nested.as_nested_tensor([o[:n] for o, n in zip(out, lengths, strict=True)]), weights
 
-    @torch.jit.unused
     def _check_shapes(
         self,
         query: Tensor,
@@ -292,13 +279,10 @@ def _same_tokens(query: Tensor, key: Tensor) -> bool:
     """
     if query is key:
         return True
-    if torch.jit.is_scripting():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    else:  # noqa: RET505 - TorchScript leaves only an explicit else branch uncompiled
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return False
-        plain = type(query) is Tensor and type(key) is Tensor and not query.is_meta
-        return plain and query.shape == key.shape and query.is_set_to(key)
+    plain = type(query) is Tensor and type(key) is Tensor and not query.is_meta
+    return plain and query.shape == key.shape and query.is_set_to(key)
 
 
 def _token_masks(
@@ -306,7 +290,6 @@ def _token_masks(
     key: Tensor,
     key_padding_mask: Tensor | None,
     query_padding_mask: Tensor | None,
-    hiding_fill: float,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(queries that take part, keys that take part, bias of the keys), each with dimensions for heads and rows."""
     if key_padding_mask is None:
@@ -315,13 +298,12 @@ def _token_masks(
     hidden, key_bias = key_padding_mask, key_padding_mask
     has_bias = key_padding_mask.is_floating_point()
     if has_bias:
-        hidden = key_padding_mask <= hiding_fill
+        hidden = key_padding_mask <= CAUSAL_FILL
         key_bias = key_padding_mask.masked_fill(hidden, 0.0)
     # torch's encoder layers turn every boolean mask into 0 and -inf. Where reading the data costs no synchronisation,
     # a bias of zeros is left out: the fast engines are faster without.
-    if not torch.jit.is_scripting():
-        readable = hidden.device.type == "cpu" and not torch.compiler.is_compiling() and not key_bias.requires_grad
-        has_bias = has_bias and not (readable and not bool(key_bias.any()))
+    readable = hidden.device.type == "cpu" and not torch.compiler.is_compiling() and not key_bias.requires_grad
+    has_bias = has_bias and not (readable and not bool(key_bias.any()))
     if query_padding_mask is None and _same_tokens(query, key):
         query_padding_mask = hidden
     query_mask = keep_from_hide(query_padding_mask, "query_padding_mask")

@@ -1,24 +1,27 @@
 """timm's self-attention with its softmax replaced by a normalizer of the suite, and classes for `attn_layer=`."""
 
 import copyreg
-import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-from sinkhorn_attention.masks import CAUSAL_FILL, CAUSAL_REFUSAL, split_attention_mask
+from sinkhorn_attention.interception import Intercepted, Kind
 from sinkhorn_attention.normalizers import get_normalizer
 from timm.layers import Attention
 from torch import Tensor
 
 
-class NormalizedAttention(Attention):
+def _heads(module: Attention) -> tuple[int, int]:
+    return module.num_heads, module.head_dim
+
+
+class NormalizedAttention(Intercepted, Attention):  # type: ignore[misc]  # fused_attn is Final for TorchScript
     """timm.layers.Attention whose map comes from a normalizer: `sinkhorn`, `softmax`, or any other of the registry.
 
     Every option of timm's class is honoured (`qk_norm`, `scale_norm`, `gated`, `attn_head_dim`, `dim_out`, dropout),
     and the parameters keep timm's names, so weights move between the two classes in both directions. The normalizer
     is the submodule `normalizer`; it adds entries to the state dict only where it owns parameters.
 
-    `fused_attn` is inherited and has no effect: the map is always the normalizer's.
+    The forward is timm's own, whose softmax is caught; `fused_attn` has no effect.
 
     Args:
         *args: as for timm.layers.Attention.
@@ -30,11 +33,7 @@ class NormalizedAttention(Attention):
         ValueError: for an unknown normalizer or an option that it does not have or does not take.
     """
 
-    causal_refusal: Final[str] = CAUSAL_REFUSAL
-    shape_refusal: Final[str] = (
-        "x must be tokens, (batch, tokens, channels). Models such as timm's ByobNet (mobilevit, halonet) take "
-        "attn_layer= for a gate on feature maps and keep their softmax: use timm_sinkhorn.convert(model, ...) for those"
-    )
+    kind = Kind(_heads, self_attention=True)
 
     def __init__(
         self,
@@ -66,38 +65,12 @@ class NormalizedAttention(Attention):
                 for an `x` that is no sequence of tokens.
         """
         if x.dim() != 3:
-            raise ValueError(self.shape_refusal)
-        if is_causal:
-            raise ValueError(self.causal_refusal)
-        attn_bias, query_mask, key_mask = split_attention_mask(as_support(attn_mask))
-        batch, tokens, _ = x.shape
-        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        query, key, value = qkv.unbind(0)
-        out = self.normalizer.attend(
-            self.q_norm(query),
-            self.k_norm(key),
-            value,
-            scale=self.scale,
-            attn_bias=attn_bias,
-            query_mask=query_mask,
-            key_mask=key_mask,
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-        )
-        out = self.norm(out.transpose(1, 2).reshape(batch, tokens, self.attn_dim))
-        if self.gate is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
-
-
-def as_support(attn_mask: Tensor | None, lowest_bias: float = CAUSAL_FILL) -> Tensor | None:
-    """Turns entries of a floating mask that are too low for a bias, -1e4 and below, into -inf: no support.
-
-    Models hide tokens by -1e4, -1e9 or their dtype's lowest number, as timm's NaFlex models do. Softmax makes the same
-    of all of these; a column step would restore a column that is low throughout.
-    """
-    if attn_mask is None or not attn_mask.is_floating_point():
-        return attn_mask
-    return attn_mask.masked_fill(attn_mask <= lowest_bias, -math.inf)
+            raise ValueError(
+                "x must be tokens, (batch, tokens, channels). Models such as timm's ByobNet (mobilevit, halonet) take "
+                "attn_layer= for a gate on feature maps and keep their softmax: use timm_sinkhorn.convert(model, ...) "
+                "for those"
+            )
+        return super().forward(x, attn_mask, is_causal)
 
 
 class _ConfiguredClass(type):

@@ -1,6 +1,5 @@
 """`convert`: another normalizer in the attention of a model that is already built."""
 
-import fnmatch
 import functools
 import inspect
 import re
@@ -9,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sinkhorn_attention.conversion import select_layers
+from sinkhorn_attention.interception import Intercepted, calls_attention
 from sinkhorn_attention.normalizers import Normalizer, get_normalizer
 from torch import nn
 
-from .attention import NormalizedAttention
-from .families import CONVERTED, LEFT_BY_DESIGN, NOT_ATTENTION, ConvertedAttention
+from .kinds import KINDS, LEFT_BY_DESIGN, NOT_ATTENTION, converted
 
 Layers = int | Sequence[int] | str | None
 
@@ -68,18 +68,18 @@ def convert(
     left: dict[str, str] = {}
     candidates: list[str] = []
     for name, module in model.named_modules():
-        ours = type(module) in CONVERTED or isinstance(module, NormalizedAttention | ConvertedAttention)
-        if ours and "forward" not in module.__dict__:  # one that was put into the object would still be called
-            known[name] = module
+        cls: Any = type(module)
+        known_kind = cls in KINDS or isinstance(module, Intercepted)
+        if cls in LEFT_BY_DESIGN:
+            left[name] = LEFT_BY_DESIGN[cls]
+        elif known_kind or _attends(cls):
             candidates.append(name)
-        elif type(module) in LEFT_BY_DESIGN:
-            left[name] = LEFT_BY_DESIGN[type(module)]
-        elif ours or _attends(type(module)):  # type: ignore[arg-type]
-            unknown[name] = module
-            candidates.append(name)
+            # One that was put into the object would still be called; a subclass may have a forward of its own.
+            taken = known_kind or (calls_attention(cls) and not _extends_known(cls))
+            (known if taken and "forward" not in module.__dict__ else unknown)[name] = module
     if not candidates:
         raise ValueError(_nothing_to_convert(model, left))
-    chosen = _choose(candidates, layers)
+    chosen = select_layers(candidates, layers)
     foreign = {name: unknown[name] for name in chosen if name in unknown}
     if foreign and strict:
         raise ValueError(
@@ -93,9 +93,9 @@ def convert(
 
     for name in chosen:
         module = known[name]
-        module.__class__ = CONVERTED.get(type(module), type(module))
-        if isinstance(module, ConvertedAttention):
-            module.prepare()
+        if not isinstance(module, Intercepted):
+            module.__class__ = converted(type(module))
+        module.kind.prepare(module)  # type: ignore[operator, union-attr]
         module.normalizer = normalizers[name]
     _warn_of_what_to_know(chosen, known, left, foreign, normalizers)
     return chosen
@@ -104,7 +104,7 @@ def convert(
 @functools.cache  # finding a class in its file takes long
 def _attends(kind: type[nn.Module]) -> bool:
     """Whether modules of a kind that is not known seem to hold an attention map, by their source."""
-    if issubclass(kind, (nn.MultiheadAttention, *CONVERTED)):
+    if issubclass(kind, nn.MultiheadAttention) or _extends_known(kind):
         return True
     if issubclass(kind, NOT_ATTENTION) or kind.__module__.startswith("torch."):
         return False
@@ -115,39 +115,17 @@ def _attends(kind: type[nn.Module]) -> bool:
     return _ATTENDS.search(source) is not None
 
 
-def _choose(candidates: list[str], layers: Layers) -> list[str]:
-    """The names that `layers` picks, in the model's order."""
-    if layers is None:
-        return candidates
-    count = len(candidates)
-    if isinstance(layers, str):
-        chosen = fnmatch.filter(candidates, layers)
-        if not chosen:
-            raise ValueError(f"layers={layers!r} matches no attention module; there are {', '.join(candidates)}")
-        return chosen
-    if isinstance(layers, bool) or not isinstance(layers, int | Sequence):
-        raise ValueError(f"layers must be None, an int, a list of indices or a name pattern, got {layers!r}")
-    if isinstance(layers, int):
-        if not 1 <= layers <= count:
-            raise ValueError(f"layers={layers} asks for the last {layers} of {count} attention modules")
-        return candidates[-layers:]
-    bad = [i for i in layers if isinstance(i, bool) or not isinstance(i, int) or not -count <= i < count]
-    if bad or not layers:
-        raise ValueError(f"layers={list(layers)} must be indices of the {count} attention modules, 0 to {count - 1}")
-    picked = {i % count for i in layers}
-    return [name for i, name in enumerate(candidates) if i in picked]
+def _extends_known(kind: type[nn.Module]) -> bool:
+    """Whether a class extends a known one, whose attention it may have changed."""
+    return issubclass(kind, tuple(KINDS)) and kind not in KINDS
 
 
 def _normalizer_for(name: str, module: nn.Module, normalizer: str, options: dict[str, Any]) -> Normalizer:
     """Builds the normalizer of one module, of its heads, mode, device and precision."""
-    cls = CONVERTED.get(type(module), type(module))
-    if issubclass(cls, ConvertedAttention):
-        num_heads, head_dim = cls.heads(module)  # type: ignore[arg-type]
-    else:
-        num_heads, head_dim = module.num_heads, module.head_dim  # type: ignore[assignment]
+    cls: Any = type(module) if isinstance(module, Intercepted) else converted(type(module))
+    num_heads, head_dim = cls.kind.heads(module) or (None, None)
     built = get_normalizer(normalizer, head_dim=head_dim, num_heads=num_heads, **options)
-    given_scores = issubclass(cls, ConvertedAttention) and not cls.has_queries_and_keys
-    if given_scores and type(built).from_scores is Normalizer.from_scores:
+    if cls.kind.given_scores and type(built).from_scores is Normalizer.from_scores:
         raise ValueError(
             f"{name} ({type(module).__name__}) normalises given scores, and normalizer {normalizer!r} needs queries "
             "and keys; leave the module out by layers="
@@ -195,7 +173,7 @@ def _warn_of_what_to_know(
     single = []
     for name in chosen:
         module = known[name]
-        if isinstance(module, ConvertedAttention) and module.single_query():
+        if module.kind.single_query(module):  # type: ignore[operator, union-attr]
             single.append(name)
     if single and getattr(normalizers[single[0]], "n_iters", 1) > 1:
         warnings.warn(

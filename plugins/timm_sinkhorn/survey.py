@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .conversion import convert
 
 TABLE = Path(__file__).with_name("families.csv")
-COLUMNS = ("family", "model", "attention", "converted", "left", "difference", "checkpointing", "compile", "script")
+COLUMNS = ("family", "model", "attention", "converted", "left", "difference", "checkpointing", "compile")
 NUM_CLASSES = 5
 VIT = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 
@@ -174,7 +174,7 @@ def relative_difference(got: Tensor, wanted: Tensor) -> float:
     return ((got - wanted).abs().max() / wanted.abs().max()).item()
 
 
-def survey(family: Family, checks: Sequence[str] = ("checkpointing", "compile", "script")) -> dict[str, str]:
+def survey(family: Family, checks: Sequence[str] = ("checkpointing", "compile")) -> dict[str, str]:
     """One row of the table, without its first column.
 
     The columns of `checks` say "yes" where the converted model (5 half-steps) gives the same output and gradient with
@@ -217,15 +217,9 @@ def compiled(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
-def scripted(model: nn.Module) -> nn.Module:
-    """The model as TorchScript."""
-    return torch.jit.script(model)
-
-
 CHECKS: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
     "checkpointing": checkpointed,
     "compile": compiled,
-    "script": scripted,
 }
 
 

@@ -106,12 +106,6 @@ def test_copies() -> None:
         assert torch.equal(twin(images()), want)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_torchscript() -> None:
-    model = converted_vit()
-    torch.testing.assert_close(torch.jit.script(model)(images()), model(images()))
-
-
 def test_meta_device() -> None:
     with torch.device("meta"):
         model = vit()

@@ -5,11 +5,10 @@ import math
 import ot
 import pytest
 import torch
-from sinkhorn_attention import Normalizer, get_normalizer, list_normalizers
+from sinkhorn_attention import get_normalizer, list_normalizers
 from torch import Tensor
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
 ]
 
@@ -36,17 +35,6 @@ def by_slices(query: Tensor, key: Tensor, scale: float, temperature: float, powe
         costs.append(((x[:, None] - y[None]).square().sum(-1) * plans[-1]).sum())
     weights = (-sharpness * torch.stack(costs)).softmax(0)
     return n * (weights[:, None, None] * torch.stack(plans)).sum(0)
-
-
-class Host(torch.nn.Module):
-    """TorchScript compiles a normalizer where a model calls it."""
-
-    def __init__(self, normalizer: Normalizer) -> None:
-        super().__init__()
-        self.normalizer = normalizer
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        return self.normalizer.attend(query, key, value, query_mask=mask, key_mask=mask)
 
 
 def same(have: Tensor, want: Tensor, inputs: list[Tensor]) -> None:
@@ -153,16 +141,12 @@ def test_permutations() -> None:
     torch.testing.assert_close(moved, normalizer.coupling(query, key)[..., rows, :][..., columns])
 
 
-def test_low_precision_and_script() -> None:
+def test_low_precision() -> None:
     query, key, value = tokens(8, 8, dtype=torch.bfloat16)
     normalizer = get_normalizer("esp", temperature=0.3)
     assert normalizer.coupling(query, key).dtype == torch.float32
     want = normalizer.attend(query.double(), key.double(), value.double())
     torch.testing.assert_close(normalizer.attend(query, key, value).double(), want, rtol=0.02, atol=0.02)
-    wide = query.float(), key.float(), value.float()
-    mask = (torch.arange(8) < torch.tensor([[8], [5]])).unsqueeze(1)
-    host = Host(normalizer)
-    torch.testing.assert_close(torch.jit.script(host)(*wide, mask), host(*wide, mask))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ from torch import Tensor
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, n_iters: int, scale: float, attn_bias=None, **options) -> Tensor:
-    return implicit_attention(
-        Problem(query, key, value, attn_bias=attn_bias, n_iters=n_iters, scale=scale, **options)
-    )
+    return implicit_attention(Problem(query, key, value, attn_bias=attn_bias, n_iters=n_iters, scale=scale, **options))
 
 
 SHAPES = [(7, 7), (5, 9), (9, 5), (1, 4), (4, 1), (1, 1), (2, 30)]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled"),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
@@ -458,26 +457,6 @@ def test_constructor_is_torchs() -> None:
     for attribute in ("embed_dim", "num_heads", "dropout", "batch_first", "kdim", "vdim", "head_dim", "add_zero_attn"):
         assert getattr(ours, attribute) == getattr(stock, attribute)
     assert MultiheadAttention(WIDTH, HEADS).normalizer.n_iters == 5
-
-
-@pytest.mark.parametrize("normalizer", ["sinkhorn", "sinkhorn_l2", "sigmoid"])
-def test_torchscript(normalizer: str) -> None:
-    torch.manual_seed(0)
-    ours = MultiheadAttention(WIDTH, HEADS, batch_first=True, normalizer=normalizer, add_bias_kv=True)
-    x = tokens(BATCH, LENGTH, WIDTH, dtype=torch.float32)
-    scripted = torch.jit.script(ours)
-    saved = io.BytesIO()
-    torch.jit.save(scripted, saved)
-    saved.seek(0)
-    mask = torch.eye(LENGTH, dtype=torch.bool)
-    for module in (scripted, torch.jit.load(saved)):
-        for need_weights in (True, False):
-            out, weights = module(x, x, x, PADDING, need_weights, mask)
-            want, want_weights = ours(x, x, x, PADDING, need_weights, mask)
-            torch.testing.assert_close(out, want)
-            assert weights is None if want_weights is None else torch.equal(weights, want_weights)
-            got, expected = (torch.autograd.grad(o.square().sum(), x)[0] for o in (out, want))
-            torch.testing.assert_close(got, expected)
 
 
 def test_compile() -> None:

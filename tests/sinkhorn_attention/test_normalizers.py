@@ -11,7 +11,6 @@ from sinkhorn_attention.reference import sinkhorn_reference
 from torch import Tensor
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled"),
 ]
 
@@ -479,25 +478,6 @@ def test_copies(name: str) -> None:
     for twin in (copy.deepcopy(build(name)), pickle.loads(pickle.dumps(build(name)))):
         assert torch.equal(twin.attend(query, key, value), want)
     assert not build(name).state_dict()
-
-
-class Host(torch.nn.Module):
-    def __init__(self, normalizer: Normalizer) -> None:
-        super().__init__()
-        self.normalizer = normalizer
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-        return self.normalizer.attend(query, key, value, attn_bias=bias, query_mask=mask, key_mask=mask)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_torchscript(name: str) -> None:
-    query, key, value = (tensor.requires_grad_() for tensor in tokens(5, 5))
-    host = Host(build(name))
-    mask = torch.tensor([[True] * 5, [True, True, True, False, False]]).unsqueeze(1)
-    scripted = torch.jit.script(host)
-    for bias in (torch.randn(5, 5, dtype=torch.float64), torch.rand(5, 5) > 0.2):
-        same(scripted(query, key, value, bias, mask), host(query, key, value, bias, mask), [query, key, value])
 
 
 def test_given_scores_have_the_gradient_that_was_asked_for() -> None:

@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 from sinkhorn_attention import sinkhorn_attention
+from sinkhorn_attention.engines import operator_of
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,15 +132,15 @@ def test_one_sample_does_not_see_its_batch() -> None:
 
 def test_operator_is_registered_soundly() -> None:
     """Schema, fake kernel and autograd registration, as torch checks them."""
-    from sinkhorn_attention.triton import triton_attention
-
+    operator = operator_of("triton")
     query, key, value = (t.requires_grad_() for t in tokens(6, 7, 2))
     bias = torch.zeros(6, 7, device=DEVICE, requires_grad=True)
     mask = torch.ones(2, 7, dtype=torch.bool, device=DEVICE)
     keep = torch.ones(2, 6, 7, dtype=torch.bool, device=DEVICE)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for optional in ((None, None, None, None, 0.0), (bias, mask[:, :6], mask, keep, 0.5)):
-        torch.library.opcheck(triton_attention, (query, key, value, 3, 0.3, False, *optional), test_utils=checks)
+    for optional, dropout_p in (((None, None, None, None), 0.0), ((bias, mask[:, :6], mask, keep), 0.5)):
+        given = (query, key, value, None, *optional, 3, 0.3, False, 1.0, dropout_p)
+        torch.library.opcheck(operator.forward, given, test_utils=checks)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU: there is nothing to synchronise with")
@@ -154,7 +155,7 @@ def test_no_synchronisation() -> None:
 
 
 def test_a_failing_kernel_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sinkhorn_attention import triton_kernels
+    from sinkhorn_attention.engines import triton_kernels
 
     monkeypatch.setattr(triton_kernels, "forward_kernel", {(2,): None})
     with pytest.raises(RuntimeError, match=r"(?s)Triton engine .* failed on c.*backend='dense'") as raised:

@@ -6,10 +6,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from sinkhorn_attention.interception import Intercepted
 from sinkhorn_attention.reference import sinkhorn_reference
 from timm_sinkhorn import NormalizedAttention, convert
-from timm_sinkhorn.families import CONVERTED, ConvertedAttention
-from timm_sinkhorn.survey import FAMILIES, relative_difference
+from timm_sinkhorn.kinds import KINDS
+from timm_sinkhorn.kinds import converted as converted_class
+from timm_sinkhorn.survey import FAMILIES, relative_difference, spread
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -141,22 +143,15 @@ def test_channels_last(family):
 
 
 @every_family
-def test_fused_attn_never_brings_softmax_back(family, monkeypatch):
+def test_fused_attn_never_brings_softmax_back(family):
     model, names = converted(family, 5)
     images = FAMILIES[family].images()
     wanted = model(images)
-    for module in model.modules():
-        if hasattr(module, "fused_attn"):
-            module.fused_attn = not module.fused_attn
-
-    def no_softmax(*args, **kwargs):
-        raise AssertionError("a converted model took a softmax")
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", no_softmax)
-    if family != "davit":  # its channel attention is left as it is
-        monkeypatch.setattr(F, "softmax", no_softmax)
-        monkeypatch.setattr(torch.Tensor, "softmax", no_softmax)
-    assert torch.equal(model(images), wanted)
+    for fused in (True, False):
+        for module in model.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = fused
+        assert relative_difference(model(images), wanted) < 1e-6
     assert names
 
 
@@ -309,15 +304,15 @@ def test_layers_pick_modules(layers, picked):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (0, "asks for the last 0 of 3"),
-        (4, "asks for the last 4 of 3"),
-        (-1, "asks for the last -1 of 3"),
-        ([3], r"\[3\] must be indices of the 3 attention modules"),
-        ([], r"\[\] must be indices"),
-        ([1.0], "must be indices"),
-        (True, "must be None, an int, a list of indices or a name pattern, got True"),
-        (1.5, "must be None, an int, a list of indices or a name pattern"),
-        ("blocks.7.attn", r"matches no attention module; there are blocks\.0\.attn, "),
+        (0, "asks for the last 0 attention modules; there are 3"),
+        (4, "asks for the last 4 attention modules; there are 3"),
+        (-1, "asks for the last -1 attention modules; there are 3"),
+        ([3], r"layers=\[3\] holds indices of no attention module, \[3\]; there are 3"),
+        ([], r"a list of indices or a pattern of names, got \[\]"),
+        ([1.0], r"a list of indices or a pattern of names, got \[1\.0\]"),
+        (True, r"must be None \(all\), an int \(the last k\), a list of indices or a pattern of names, got True"),
+        (1.5, "a list of indices or a pattern of names, got 1.5"),
+        ("blocks.7.attn", r"matches no attention module; there are 3: blocks\.0\.attn, "),
     ],
 )
 def test_bad_layers_are_named_and_change_nothing(layers, message):
@@ -344,15 +339,15 @@ def test_bad_options_are_named_and_change_nothing(normalizer, options, message):
 
 def unknown_kinds():
     """A model with attention of a known kind and of one that convert does not know."""
-    from timm.layers import DiffAttention
+    from timm.models.convit import GPSA
 
     torch.manual_seed(0)
-    return nn.Sequential(VIT.create().blocks[0], DiffAttention(32, num_heads=2))
+    return nn.Sequential(VIT.create().blocks[0], GPSA(32, num_heads=2))
 
 
 def test_attention_of_unknown_kind_is_listed():
     model = unknown_kinds()
-    with pytest.raises(ValueError, match=r"does not know this attention: 1 \(timm\.layers\.\S+\.DiffAttention\)"):
+    with pytest.raises(ValueError, match=r"does not know this attention: 1 \(timm\.models\.convit\.GPSA\)"):
         convert(model, "sinkhorn", n_iters=3)
     assert type(model[0].attn) is timm.layers.Attention
     assert convert(model, "sinkhorn", n_iters=3, layers="0.*") == ["0.attn"]
@@ -360,6 +355,37 @@ def test_attention_of_unknown_kind_is_listed():
         assert convert(unknown_kinds(), "sinkhorn", n_iters=3, strict=False) == ["0.attn"]
     with pytest.raises(ValueError, match="knows none of the attention modules"):
         convert(model[1:], "sinkhorn", n_iters=3, strict=False)
+
+
+def test_attention_that_was_never_named_converts_where_it_calls_torchs_function():
+    """Timm's differential attention subtracts two maps of the same tokens."""
+    from timm.layers import DiffAttention
+
+    torch.manual_seed(0)
+    x, stock = torch.randn(2, 9, 32), DiffAttention(32, num_heads=2).eval()
+    for n_iters in (1, 5):
+        model = nn.Sequential(copy.deepcopy(stock))
+        assert convert(model, "sinkhorn", n_iters=n_iters) == ["0"]
+        assert (relative_difference(model(x), stock(x)) < 1e-5) == (n_iters == 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["levit_128s", "gcvit_xxtiny", "convit_tiny", "swinv2_cr_tiny_224", "efficientformer_l1", "hiera_tiny_224"]
+)
+@pytest.mark.filterwarnings("ignore:left a softmax")
+def test_further_families(name):
+    images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for n_iters in (None, 1, 5):
+        torch.manual_seed(0)
+        model = timm.create_model(name, num_classes=5).eval()
+        spread(model)
+        if n_iters is not None:
+            assert convert(model, "sinkhorn", n_iters=n_iters, strict=False)
+        with torch.no_grad():
+            outputs.append(model(images))
+    assert relative_difference(outputs[1], outputs[0]) < 1e-4
+    assert relative_difference(outputs[2], outputs[0]) > 1e-3
 
 
 class Inherited(timm.layers.Attention):
@@ -491,7 +517,8 @@ def test_swinv2_temperature_is_clamped_as_in_timm():
 
 
 def test_every_converted_class_extends_timms():
-    for theirs, ours in CONVERTED.items():
+    for theirs in KINDS:
+        ours = converted_class(theirs)
         assert issubclass(ours, theirs)
-        assert ours is NormalizedAttention or issubclass(ours, ConvertedAttention)
+        assert issubclass(ours, Intercepted)
         assert pickle.loads(pickle.dumps(ours)) is ours

@@ -378,12 +378,6 @@ def test_the_cats_and_dogs_model_trains_compiled_without_a_graph_break(backend):
     assert losses[True] == pytest.approx(losses[False], abs=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
-def test_scripts(images):
-    model = tiny(n_iters=3).eval()
-    torch.testing.assert_close(torch.jit.script(model)(images), model(images), rtol=1e-5, atol=1e-5)
-
-
 def test_a_training_step_moves_every_parameter(images):
     model = tiny(n_iters=3)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
