@@ -1,6 +1,7 @@
 """Sinkhorn over the edges of a graph: the dense operator on a map whose support is the edge list."""
 
 import torch
+from sinkhorn_attention.engines.half_steps import half_steps
 from torch import Tensor
 from torch_geometric.utils import scatter
 
@@ -55,13 +56,15 @@ def edge_sinkhorn(
         n_valid = _count(support, rows, num_rows, row_batch, column_batch)
         m_valid = _count(support, columns, num_columns, column_batch, column_batch)
         log_column_mass = (n_valid / m_valid).log()
-    for step in range(n_iters):
-        if step % 2 == 0:
-            log_map = log_map - _log_sum_exp(log_map, rows, num_rows)[rows]
-        else:
-            excess = _log_sum_exp(log_map, columns, num_columns)
-            log_map = log_map - (excess - log_column_mass)[columns]
-    return log_map.exp().to(scores.dtype)
+
+    def row_step(step: int, of_columns: Tensor) -> Tensor:
+        return -_log_sum_exp(log_map + of_columns, rows, num_rows)[rows]
+
+    def column_step(step: int, of_rows: Tensor) -> Tensor:
+        return (log_column_mass - _log_sum_exp(log_map + of_rows, columns, num_columns))[columns]
+
+    potentials = half_steps(n_iters, row_step, column_step, torch.zeros_like(log_map))
+    return (log_map + sum(potentials)).exp().to(scores.dtype)
 
 
 def _log_sum_exp(x: Tensor, index: Tensor, size: int) -> Tensor:

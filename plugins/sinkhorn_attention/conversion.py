@@ -1,4 +1,4 @@
-"""convert: other attention into any torch model that holds torch.nn.MultiheadAttention, with its weights kept."""
+"""convert: other attention into any torch model, with its weights kept."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .interception import Intercepted, attending_modules, intercepted
 from .masks import is_causal_bias
 from .modules import MultiheadAttention
-from .normalizers import get_normalizer
+from .normalizers import Normalizer, get_normalizer
 
 
 def convert(
@@ -20,9 +21,15 @@ def convert(
     layers: int | Sequence[int] | str | None = None,
     strict: bool = True,
     decoders: bool = False,
+    example: Sequence[Any] | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Turns every torch.nn.MultiheadAttention of a model into `MultiheadAttention`, in place.
+    """Gives the attention of a model another normalizer, in place.
+
+    Every torch.nn.MultiheadAttention becomes a `MultiheadAttention`. Any other module whose own forward calls
+    torch.nn.functional.scaled_dot_product_attention becomes a subclass of its class whose calls are handed to the
+    normalizer, see interception.py: its masks keep where True, as in that function, and a causal call raises. Attention
+    that is written out in another way is left as it is; the plugins know more of it (`timm_sinkhorn.convert`).
 
     The modules stay the same objects with the same Parameters, names, hooks and mode: optimizers, tied weights and
     state dicts are not affected. A module converted before gets the new normalizer; `convert(model, "softmax")` gives
@@ -48,6 +55,9 @@ def convert(
         strict: whether it is an error when there is nothing to convert, or a subclass of torch.nn.MultiheadAttention
             whose forward may be its own; such a module is left with a warning otherwise.
         decoders: converts decoders, too, for those that are not causal, such as DETR's.
+        example: arguments of one call of the model, a sequence or keywords. The model is run once without gradients and
+            what calls scaled_dot_product_attention is seen, also where the call stands in a function of another file,
+            as in the transformers package. Without it the sources of the classes are searched.
         **options: the normalizer's options, such as `n_iters`.
 
     Returns:
@@ -65,13 +75,15 @@ def convert(
     causal = {} if row_wise or decoders else _causal_attention(model)
     left: dict[str, str] = {}
     unknown: dict[str, str] = {}
-    modules: dict[str, nn.MultiheadAttention] = {}
+    modules: dict[str, nn.Module] = {}
+    attending = set(attending_modules(model, example).values())
     for name, module in model.named_modules():
-        if not isinstance(module, nn.MultiheadAttention):
+        handed = module in attending or isinstance(module, Intercepted)
+        if not isinstance(module, nn.MultiheadAttention) and not handed:
             continue
         if module in causal:
             left[name] = causal[module]
-        elif type(module) not in (nn.MultiheadAttention, MultiheadAttention) or "forward" in module.__dict__:
+        elif not (handed or _is_plain(module)) or "forward" in module.__dict__:
             unknown[name] = f"{type(module).__qualname__} may have a forward of its own"
         else:
             modules[name] = module
@@ -79,19 +91,47 @@ def convert(
     if strict and unknown:
         raise ValueError(f"cannot convert {_listed(unknown)}; strict=False converts the rest")
     if strict and not modules:
-        reason = f"all of it is left as it is: {_listed(left)}" if left else "it has no torch.nn.MultiheadAttention"
+        reason = (
+            f"all of it is left as it is: {_listed(left)}"
+            if left
+            else "it has no torch.nn.MultiheadAttention and no module that calls scaled_dot_product_attention"
+        )
         raise ValueError(f"nothing to convert in {type(model).__qualname__}: {reason}")
     selected = (
         select_layers(list(modules), layers, f"; left as it is: {_listed(left)}" if left else "") if modules else []
     )
+    # Everything is made before anything is changed.
+    made = {name: _normalizer_for(modules[name], normalizer, options) for name in selected}
     for name in selected:
         module = modules[name]
-        module.__class__ = MultiheadAttention
-        assert isinstance(module, MultiheadAttention)
-        module.set_normalizer(normalizer, **options)
+        if _is_plain(module):
+            module.__class__ = MultiheadAttention
+            module._qkv_same_embed_dim = False  # type: ignore[assignment]  # torch's encoder layers then call the module
+        elif not isinstance(module, Intercepted):
+            module.__class__ = intercepted(type(module))
+        module.normalizer = made[name]
     if left or unknown:
         warnings.warn(f"{normalizer} attention was not put into {_listed({**left, **unknown})}", stacklevel=2)
     return selected
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether the module is torch's own attention, or what this function has made of it."""
+    return type(module) in (nn.MultiheadAttention, MultiheadAttention)
+
+
+def _normalizer_for(module: nn.Module, name: str, options: dict[str, Any]) -> Normalizer:
+    """The normalizer of one module, of its heads, mode, device and precision."""
+    heads = {}
+    if isinstance(module, nn.MultiheadAttention):
+        heads = {"head_dim": module.head_dim, "num_heads": module.num_heads}
+    elif isinstance(module, Intercepted):
+        heads = dict(zip(("num_heads", "head_dim"), module.kind.heads(module) or (None, None), strict=True))
+    made = get_normalizer(name, **heads, **options)
+    weight = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
+    if weight is not None:
+        made.to(device=weight.device, dtype=weight.dtype)
+    return made.train(module.training)
 
 
 def select_layers(names: Sequence[str], layers: int | Sequence[int] | str | None, note: str = "") -> list[str]:
@@ -129,7 +169,7 @@ def select_layers(names: Sequence[str], layers: int | Sequence[int] | str | None
 
 
 def _causal_attention(model: nn.Module) -> dict[nn.Module, str]:
-    """Attention modules whose rows must not depend on later rows, with the reason."""
+    """Modules whose attention, if they attend, must not let rows depend on later ones, with the reason."""
     found: dict[nn.Module, str] = {}
     for prefix, parent in model.named_modules():
         if isinstance(parent, nn.TransformerDecoderLayer):
@@ -139,8 +179,7 @@ def _causal_attention(model: nn.Module) -> dict[nn.Module, str]:
         else:
             continue
         for module in parent.modules():
-            if isinstance(module, nn.MultiheadAttention):
-                found.setdefault(module, reason)
+            found.setdefault(module, reason)
     return found
 
 

@@ -139,10 +139,15 @@ class _InterceptedClass(type):
     """Metaclass of the classes that `intercepted` makes, so that they pickle by what they are made of."""
 
 
+def intercepted(cls: type[nn.Module], kind: Kind = Intercepted.kind) -> type[nn.Module]:
+    """The subclass of a class of attention modules whose softmax is a normalizer's; the same one each time."""
+    make: Any = _intercepted
+    return make(cls, kind)
+
+
 @cache
-def intercepted(cls: type[nn.Module], kind: Kind | None = None) -> type[nn.Module]:
-    """The subclass of a class of attention modules whose softmax is a normalizer's."""
-    namespace = {"__module__": __name__, "kind": kind or Kind(), "made_of": (cls, kind)}
+def _intercepted(cls: Any, kind: Kind) -> type[nn.Module]:
+    namespace = {"__module__": __name__, "kind": kind, "made_of": (cls, kind)}
     made: Any = _InterceptedClass(f"Normalized{cls.__name__}", (Intercepted, cls), namespace)
     return made
 

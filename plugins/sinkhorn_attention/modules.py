@@ -79,7 +79,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def set_normalizer(self, name: str, **options: Any) -> None:
         """Replaces what makes the map; the projections stay. Arguments and errors as for `get_normalizer`."""
         normalizer = get_normalizer(name, head_dim=self.head_dim, num_heads=self.num_heads, **options)
-        weight = self.out_proj.weight
+        weight = next(self.parameters())
         self.normalizer = normalizer.to(device=weight.device, dtype=weight.dtype).train(self.training)
         self._qkv_same_embed_dim = False
 

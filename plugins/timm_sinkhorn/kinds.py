@@ -201,8 +201,7 @@ KINDS: dict[type[nn.Module], Kind | type[nn.Module]] = {
 def converted(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a converted module of one of timm's classes has."""
     known = KINDS.get(cls, Kind())
-    made: Any = intercepted  # a cached function, whose arguments mypy takes for classes without a hash
-    return made(cls, known) if isinstance(known, Kind) else known
+    return intercepted(cls, known) if isinstance(known, Kind) else known
 
 
 #: Modules with a softmax that is no map between tokens, and stays, with the reason; `convert` warns of them.
