@@ -1,7 +1,7 @@
 """Gradients at convergence: implicit differentiation against the half-steps unrolled, and against finite differences.
 
 At the limit both are the same derivative. Unrolled, it costs memory that grows with the half-steps; implicitly, one
-linear system with the coupling as its matrix is solved (plugins/sinkhorn_attention/implicit.py).
+linear system with the coupling as its matrix is solved (plugins/sinkhorn_attention/engines/implicit.py).
 """
 
 import time
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from sinkhorn_attention.implicit import NotConvergedError
+from sinkhorn_attention.engines.implicit import NotConvergedError
 from sinkhorn_attention.reference import sinkhorn_reference
 from torch import Tensor
 

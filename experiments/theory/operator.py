@@ -5,7 +5,8 @@ of `sinkhorn` and `get_normalizer` here is therefore what all statements are che
 """
 
 import torch
-from sinkhorn_attention import Normalizer, get_normalizer, implicit, marginal_error, sinkhorn
+from sinkhorn_attention import Normalizer, get_normalizer, marginal_error, sinkhorn
+from sinkhorn_attention.engines import implicit
 from torch import Tensor
 
 #: Half-steps that are tried before a coupling is taken as it is.

@@ -1,5 +1,4 @@
 import copy
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -43,7 +42,7 @@ def test_value_and_gradient_are_the_definition(
 
     out, weights = module(inputs, inputs, inputs, key_padding_mask=hide, need_weights=need_weights)
     expected, coupling = definition(exact, inputs64, hide, n_iters)
-    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=3e-6)  # of single precision, on any processor
     if need_weights:
         torch.testing.assert_close(weights, coupling.mean(1).float(), rtol=1e-5, atol=1e-6)
     else:
@@ -238,31 +237,6 @@ def test_autocast_equals_the_narrow_projections(plugin: ModuleType, x: torch.Ten
         heads, _ = module(x, x, x, padding("left"))
     torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.05)
     torch.testing.assert_close(heads.float(), out.float(), rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("normalizer", ["sinkhorn", "softmax"])
-def test_torchscript_equals_eager_in_value_and_gradient(plugin: ModuleType, x: torch.Tensor, normalizer: str) -> None:
-    module = build(plugin, 4, normalizer=normalizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.script(module)
-    for hide in (None, padding("left")):
-        for need_weights in (False, True):
-            inputs = x.clone().requires_grad_()
-            scripted_inputs = x.clone().requires_grad_()
-            out, weights = module(inputs, inputs, inputs, hide, need_weights=need_weights)
-            other, other_weights = scripted(
-                scripted_inputs, scripted_inputs, scripted_inputs, hide, need_weights=need_weights
-            )
-            torch.testing.assert_close(other, out)
-            assert (other_weights is None) == (weights is None)
-            if weights is not None:
-                torch.testing.assert_close(other_weights, weights)
-            out.square().sum().backward()
-            other.square().sum().backward()
-            torch.testing.assert_close(scripted_inputs.grad, inputs.grad)
-    with pytest.raises(torch.jit.Error, match="cannot be causal"):
-        scripted(x, x, x, static_kv=True)
 
 
 def test_dropout_acts_on_the_map_and_may_be_kept_for_inference(plugin: ModuleType, x: torch.Tensor) -> None:

@@ -1,7 +1,6 @@
 import copy
 import sys
 import types
-import warnings
 from argparse import ArgumentParser, Namespace
 from types import ModuleType
 from typing import Any
@@ -270,16 +269,6 @@ def test_half_precision_is_near_and_finite(dtype: torch.dtype) -> None:
     torch.testing.assert_close(value.float(), exact, rtol=0.02, atol=0.0)
     value.backward()
     assert all(parameter.grad.isfinite().all() for parameter in narrow.parameters())
-
-
-def test_torchscript_equals_eager() -> None:
-    model = build(sinkhorn_iters=3, sinkhorn_layers="1", export=True).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.script(model)
-    source, target = batch(SENTENCES), batch(SENTENCES, left=False)
-    lengths = source.ne(1).sum(1)
-    torch.testing.assert_close(scripted(source, lengths, target)[0], model(source, lengths, target)[0])
 
 
 def test_registration_may_be_repeated_and_stays_one_model(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,10 @@ class ExponentialMap:
         self.spans = row_spans(heads.n, scratch.shape[1])
         self.tiny = torch.finfo(heads.dtype).tiny
         self.set_scalings(u, v)
-        #: Potentials that are added to the log2 scores of given scores, (heads, n, 1) and (heads, 1, m).
-        self.potentials: tuple[Tensor, Tensor] | None = None
+        #: What K is multiplied with when it is made, (heads, n, 1) and (heads, 1, m).
+        self.multiplied: tuple[Tensor, Tensor] | None = None
+        #: Whether copying the tokens is cheap against the map.
+        self.wide = heads.value is not None and min(heads.n, heads.m) > 2 * heads.value.shape[2]
         if heads.scores is None:
             self.query, self.key = heads.queries(group), heads.keys(group)
             self.factors, self.alpha = (self.query, self.key), heads.scale * LOG2E
@@ -82,13 +84,17 @@ class ExponentialMap:
     def add_potentials(self, row: Tensor, column: Tensor) -> None:
         """Adds potentials (heads, n) and (heads, m) to the log2 scores from now on; -inf takes a token out."""
         row, column = row.unsqueeze(2), column.unsqueeze(2)
-        if self.heads.scores is not None:
-            self.potentials = row, column.transpose(1, 2)
-        else:
-            left = torch.cat([self.query * (self.heads.scale * LOG2E), row, torch.ones_like(row)], 2)
-            right = torch.cat([self.key, torch.ones_like(column), column], 2)
-            self.factors, self.alpha = (left, right), 1.0
+        left = torch.cat([self.query * (self.heads.scale * LOG2E), row, torch.ones_like(row)], 2)
+        right = torch.cat([self.key, torch.ones_like(column), column], 2)
+        self.factors, self.alpha = (left, right), 1.0
         self.filled = False
+
+    def become_coupling(self, u: Tensor, v: Tensor) -> None:
+        """From now on K is diag(u) K diag(v), for scalings (heads, n) and (heads, m)."""
+        if self.wide or self.kept is None:
+            self.add_potentials(u.log2(), v.log2())
+        else:
+            self.multiplied, self.filled = (u.unsqueeze(2), v.unsqueeze(1)), False
 
     def log_scores(self, rows: slice) -> Tensor:
         """Log2 scores of a block plus the potentials, in scratch memory; padding is not hidden."""
@@ -97,10 +103,7 @@ class ExponentialMap:
         if size < self.scratch.shape[1]:  # contiguous, as products want it
             block = self.scratch.flatten()[: self.count * size * self.m].view(self.count, size, self.m)
         if self.heads.scores is not None:
-            block.copy_(self.heads.scores[self.group][:, rows]).mul_(LOG2E)
-            if self.potentials is not None:
-                block.add_(self.potentials[0][:, rows]).add_(self.potentials[1])
-            return block
+            return block.copy_(self.heads.scores[self.group][:, rows]).mul_(LOG2E)
         left, right = self.factors
         torch.baddbmm(block, left[:, rows], right.transpose(1, 2), beta=0, alpha=self.alpha, out=block)
         bias = self.heads.bias(self.group, rows)
@@ -116,7 +119,10 @@ class ExponentialMap:
         if self.kept is None:
             return block.exp2_()
         self.filled = rows.stop == self.n
-        return torch.exp2(block, out=self.kept[:, rows])
+        block = torch.exp2(block, out=self.kept[:, rows])
+        if self.multiplied is not None:
+            block.mul_(self.multiplied[0][:, rows]).mul_(self.multiplied[1])
+        return block
 
     def subtract_maxima(self) -> Tensor:
         """Subtracts the row maximum, then the column maximum, in one pass; gives the latter, (heads, 1, m)."""
@@ -322,7 +328,7 @@ class _Backward:
             return
         # K is the final coupling itself, and the scalings are relative to it.
         map_.ratio = heads.targets(group)[2]
-        map_.add_potentials(u[-1].log2(), v[-1].log2())
+        map_.become_coupling(u[-1], v[-1])
         relative = u / u[-1], map_.columns / v[-1]
         if heads.query_mask is not None or heads.key_mask is not None:
             for scaling in relative:
@@ -379,7 +385,7 @@ class _Backward:
         weights = self.sums() if peaked else (_dot(self.d_output, self.output), _dot(self.value, parts[2]))
         reverse_half_steps(map_, heads.n_iters, heads.problem.detached, *weights)
         columns = torch.cat(map_.left, 1), torch.cat(map_.right, 1)
-        fused = not peaked and heads.keep is None
+        fused = not peaked and heads.keep is None and map_.wide
         if fused:
             self.left = torch.cat([self.left, columns[0].transpose(1, 2)], 2)
             self.right = torch.cat([self.right, columns[1].transpose(1, 2)], 2)
