@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import RunError
-from slurm import cluster, submission, submit
+from slurm import cluster, queue, submission, submit
+from slurm.job import TrainingJob
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,14 +46,16 @@ def test_one_array_of_what_is_missing(login_node, sweep, monkeypatch):
     wanted = [sweep.planned[index].run for index in (0, 2)]
     assert [task["hash"] for task in content["tasks"]] == [run.hash for run in wanted]
     assert [task["folder"] for task in content["tasks"]] == [str(run.path) for run in wanted]
-    script = (done.folder / "77_submission.sh").read_text()
+    script = (done.folder / "submission.sh").read_text()
     assert "#SBATCH --array=0-1%2" in script
     assert "#SBATCH --signal=USR2@120" in script
     assert "#SBATCH --requeue" in script
+    assert f"-u -m slurm.job --submission {done.folder}" in script
     for index, task in enumerate(content["tasks"]):
-        job = pickle.loads((done.folder / f"77_{index}_submitted.pkl").read_bytes()).function
+        job = TrainingJob.of(done.folder, index)
         assert list(job.overrides) == task["overrides"]
         assert (job.index, job.folder, job.submission) == (index, task["folder"], str(done.folder))
+        assert (job.requeue, job.max_restarts, job.max_timeouts, job.signal_before_end_s) == (True, 50, 20, 120)
     assert login_node.asked("sbatch").count("--test-only") == 1
 
     login_node.queue(("77_0", "RUNNING", 0, ""), ("77_1", "PENDING", 1, "BeginTime"))
@@ -133,7 +135,7 @@ def test_devices_follow_from_the_cluster(login_node, sweep):
     overrides = read(done.folder)["tasks"][0]["overrides"]
     assert overrides[-2:] == ["trainer.num_nodes=2", "trainer.devices=4"]
     assert read(done.folder)["tasks"][0]["hash"] == sweep.planned[0].run.hash
-    script = (done.folder / "77_submission.sh").read_text()
+    script = (done.folder / "submission.sh").read_text()
     for line in ("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4"):
         assert f"#SBATCH {line}" in script
     assert "-m slurm.port" in script
@@ -141,7 +143,7 @@ def test_devices_follow_from_the_cluster(login_node, sweep):
 
 def test_a_port_that_is_set_stays(login_node, sweep):
     done = submit.submit([*sweep.overrides, "cluster.nodes=2", "cluster.environment.MASTER_PORT='29500'"])
-    script = (done.folder / "77_submission.sh").read_text()
+    script = (done.folder / "submission.sh").read_text()
     assert "export MASTER_PORT=29500" in script
     assert "slurm.port" not in script
 
@@ -149,7 +151,7 @@ def test_a_port_that_is_set_stays(login_node, sweep):
 def test_values_reach_the_shell_as_they_are(login_node, sweep):
     value = "a b'c\"d $HOME `id` \\ é"
     words = [f"cluster.environment.NOTE={submit.clusters.override('', value)[1:]}", 'cluster.modules=["cuda/12;id"]']
-    script = (submit.submit([*sweep.overrides, *words]).folder / "77_submission.sh").read_text()
+    script = (submit.submit([*sweep.overrides, *words]).folder / "submission.sh").read_text()
     (module,) = [line for line in script.splitlines() if line.startswith("module")]
     assert module == "module load 'cuda/12;id'"
     (export,) = [line for line in script.splitlines() if line.startswith("export NOTE")]
@@ -281,3 +283,134 @@ def test_runs_at_the_same_time_are_at_least_one(number, capsys):
         submit.main(["experiment=mnist_patches", "--dry-run", f"--array-parallelism={number}"])
     assert stopped.value.code == 2
     assert "--array-parallelism" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("77\n", "77"),
+        ("15786755;cluster\n", "15786755"),
+        ("Submitted batch job 77 on cluster big\n", "77"),
+        ("Welcome! 3 of 128 nodes are down, job limit 500\n77\n", "77"),
+        ("Your account has 2026 hours left.\nSubmitted batch job 77\n", "77"),
+        ("Thank you: request 12 is with us", None),
+        ("2026\n77\n", None),
+        ("", None),
+    ],
+)
+def test_the_id_in_what_sbatch_prints(answer, expected):
+    assert submit.array_id(answer) == expected
+
+
+def sbatch_takes(login_node, out: str = "", err: str = "", code: int = 0, named: str | None = "77") -> None:
+    """An sbatch that answers so, after which the queue knows the jobs by their name; its tests succeed."""
+    template = (login_node.folder / "sbatch").read_text()
+    squeue = (login_node.folder / "squeue").read_text()
+    test = '#!/bin/sh\ncase "$*" in *--test-only*) exit 0;; esac\n'
+    (login_node.folder / "sbatch").write_text(template.replace("#!/bin/sh\n", test))
+    if named is not None:
+        known = f'#!/bin/sh\ncase "$*" in *--name=sinkformer-*) echo {named}; exit;; esac\n'
+        (login_node.folder / "squeue").write_text(squeue.replace("#!/bin/sh\n", known))
+    login_node.answers("sbatch", out, err, code)
+
+
+def calls(login_node) -> int:
+    return sum(word.endswith("submission.sh") for word in login_node.asked("sbatch"))
+
+
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"out": "15786755;cluster\n", "named": None},
+        {"out": "*** 1,024 users, 3 maintenance days ***\n15786755\n", "named": None},
+        {"out": "our wrapper has queued it, see ticket 4 and 5\n", "named": "15786755"},
+        {"out": "", "named": "15786755"},
+        {"err": TIMED_OUT, "code": 1, "named": "15786755"},
+        {"err": "sbatch: error: Batch job submission failed: Unspecified error\n", "code": 1, "named": "15786755"},
+    ],
+)
+def test_an_sbatch_that_answers_in_other_words(login_node, sweep, answer):
+    """The jobs are there: nothing is taken away, and the same line submits none of them twice."""
+    sbatch_takes(login_node, **answer)
+    done = submit.submit(sweep.overrides)
+    ids = [f"15786755_{index}" for index in range(3)]
+    assert [task["job_id"] for task in read(done.folder)["tasks"]] == ids
+    login_node.queue(*((one, "PENDING", 0, "Priority") for one in ids))
+    assert submit.submit(sweep.overrides) is None
+    assert calls(login_node) == 1
+
+
+def test_jobs_that_sbatch_took_and_nobody_can_name(login_node, sweep, capsys):
+    """They count as queued for as long as their folder is there, or until one of them tells its id."""
+    sbatch_takes(login_node, out="it is done\n", named=None)
+    submit.main(sweep.overrides)
+    (file,) = (sweep.runs / ".submissions").glob("*/submission.json")
+    shown = capsys.readouterr()
+    assert f"submitted 3 runs as job of the name sinkformer-{file.parent.name[-8:]}" in shown.out
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"created": "2026-01-01T00:00:00+00:00"}))
+    assert submit.submit(sweep.overrides) is None
+    assert "answered 'it is done', which names no job" in capsys.readouterr().err
+    submission.record_event(file.parent, 1, "started", job_id="99_1")
+    login_node.queue(("99_0", "RUNNING", 0, ""), ("99_1", "FAILED", 0, ""), ("99_2", "RUNNING", 0, ""))
+    sbatch_takes(login_node, out="100\n", named=None)
+    again = submit.submit(sweep.overrides)
+    assert [task["job_id"] for task in read(file.parent)["tasks"]] == ["99_0", "99_1", "99_2"]
+    assert [task["hash"] for task in read(again.folder)["tasks"]] == [sweep.planned[1].run.hash]
+
+
+def test_an_sbatch_that_times_out_on_its_socket(login_node, sweep, capsys):
+    """Whether the jobs were taken shows later: until then nothing is deleted or submitted again."""
+    sbatch_takes(login_node, err=TIMED_OUT, code=1, named=None)
+    with pytest.raises(RunError, match=r"not clear whether SLURM has taken these jobs .*Socket timed out.*some minutes"):
+        submit.submit(sweep.overrides)
+    (file,) = (sweep.runs / ".submissions").glob("*/submission.json")
+    assert submit.submit(sweep.overrides) is None
+    assert "they are not in the queue yet, and count as queued for 10 more minutes" in capsys.readouterr().err
+    # They were: the queue has them later on.
+    sbatch_takes(login_node, named="81")
+    login_node.queue(("81_0", "RUNNING", 0, ""), ("81_1", "RUNNING", 0, ""), ("81_2", "PENDING", 0, ""))
+    assert submit.submit(sweep.overrides) is None
+    assert json.loads(file.read_text())["array_job_id"] == "81"
+    assert calls(login_node) == 1
+
+
+def test_an_sbatch_that_timed_out_and_took_nothing(login_node, sweep):
+    sbatch_takes(login_node, err=TIMED_OUT, code=1, named=None)
+    with pytest.raises(RunError, match="not clear"):
+        submit.submit(sweep.overrides)
+    (file,) = (sweep.runs / ".submissions").glob("*/submission.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"created": "2026-01-01T00:00:00+00:00"}))
+    login_node.answers("squeue", err="squeue: error: Socket timed out\n", code=1)
+    with pytest.raises(RunError, match="squeue refuses"):  # a queue that cannot be read is not an empty one
+        submit.submit(sweep.overrides)
+    login_node.answers("squeue")
+    login_node.answers("sbatch", "82\n")
+    assert submit.submit(sweep.overrides).array_job_id == "82"
+    assert calls(login_node) == 2
+
+
+def test_an_sbatch_that_never_answers(login_node, sweep, monkeypatch):
+    sbatch_takes(login_node, named=None)
+    login_node.never_answers("sbatch")
+    monkeypatch.setattr(submit, "SBATCH_TIMEOUT_S", 0.5)
+    with pytest.raises(RunError, match=r"not clear .*has not answered sbatch within 0\.5 s"):
+        submit.submit(sweep.overrides)
+    assert len(list((sweep.runs / ".submissions").glob("2*"))) == 1
+
+
+def test_what_slurm_refuses_leaves_nothing_behind(login_node, sweep):
+    sbatch_takes(login_node, err="sbatch: error: Batch job submission failed: Job violates QOS\n", code=1, named=None)
+    with pytest.raises(RunError, match="SLURM has refused: .*Job violates QOS"):
+        submit.submit(sweep.overrides)
+    assert list((sweep.runs / ".submissions").glob("2*")) == []
+
+
+def test_a_submission_is_found_by_its_name_in_the_accounts_too(login_node):
+    login_node.answers("sacct", "a banner\n91_0|COMPLETED|node1|0:0\n91_[1-2]|PENDING|node1|0:0\n")
+    assert queue.find_by_name("sinkformer-12345678", "2026-11-29") == "91"
+    assert "--name=sinkformer-12345678" in login_node.asked("sacct")
+    assert "--starttime=2026-11-29" in login_node.asked("sacct")
