@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -148,7 +149,17 @@ def composing() -> Iterator[ConfigLoaderImpl]:
             assert isinstance(loader, ConfigLoaderImpl)
             yield loader
     except HydraException as error:
-        raise RunError(" ".join(str(error).split())) from error
+        raise RunError(in_one_sentence(error)) from error
+
+
+def in_one_sentence(error: Exception) -> str:
+    """What Hydra objects to, without the list of places where it has looked."""
+    if isinstance(error, MissingConfigException) and error.options:
+        name = (error.missing_cfg_file or "").rpartition("/")[2]
+        near = get_close_matches(name, error.options, 1)
+        hint = f", did you mean {near[0]}?" if near else ";"
+        return f"{str(error).splitlines()[0]}{hint} there are {', '.join(error.options)}"
+    return " ".join(str(error).partition("Config search path:")[0].split())
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:

@@ -135,6 +135,8 @@ def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classi
     """
     if config["trainer"]["threads"] is not None:
         torch.set_num_threads(config["trainer"]["threads"])
+    if "_target_" not in config["data"]:
+        raise RunError("data._target_ is missing: text has none, which engine=fairseq trains; take its experiments")
     with explained("data", config["data"]):
         data = instantiate(config["data"], _convert_="all")
     if not isinstance(data, DataModule):
