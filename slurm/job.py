@@ -1,8 +1,9 @@
 """What a job runs: one training, watched; stopped with a checkpoint when SLURM asks for it, and queued again.
 
 A submission's job calls `python -m slurm.job --submission FOLDER` on the node, one that was written by hand
-`srun python -m slurm.job OVERRIDES`. Either way the training is a process of its own, `python -m experiments.train OVERRIDES`: this one stays small, and is there to
-tell SLURM and the run card what became of it, even where it was killed.
+`srun python -m slurm.job OVERRIDES`. Either way the training is a process of its own, `python -m experiments.train
+OVERRIDES`: this one stays small, and is there to tell SLURM and the run card what became of it, even where it was
+killed.
 
 SLURM sends the signal of `--signal` (USR2 here: NCCL may use USR1) before the time limit and, where the cluster is set
 up so, at preemption; else TERM. On any of them the training is asked to stop (TERM), which it does after the step it is

@@ -44,7 +44,7 @@ SBATCH_TIMEOUT_S = 180.0
 # So long after sbatch has failed to say whether it took the jobs, they may still appear in the queue.
 UNCLEAR_S = 600.0
 # Of what sbatch prints where it did not get an answer, and the controller may have taken the jobs all the same.
-_NO_ANSWER = re.compile(r"time[d-]? ?out|connect|contact|communicat|transmit|transport|socket|zero bytes", re.IGNORECASE)
+_NO_ANSWER = re.compile(r"time[d-]? ?out|connect|contact|communicat|transmit|transport|socket|0 bytes", re.IGNORECASE)
 Parameters = dict[str, Any]
 
 
@@ -278,7 +278,7 @@ def _unless_refused(submission: Submission, reason: str, answered: bool) -> Subm
 
 
 def array_id(answer: str) -> str | None:
-    """The id in what sbatch prints: `77`, `77;cluster` or `Submitted batch job 77` on a line; None where it is not clear.
+    """The id in what sbatch prints, `77`, `77;cluster` or `Submitted batch job 77` on a line; None where that is unclear.
 
     A site's wrapper may print more, numbers among it.
     """

@@ -18,10 +18,10 @@ import numpy as np
 from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from rich.console import Console
-from rich.progress import track
 
 from ..errors import RunError
 from ..files import write_atomic, write_json
+from ..progress import tracked
 from .archives import read_members
 from .base import SPLITS, DataModule, data_folder, hash_arrays, stratified_split
 from .fractions import nested_order, subset_size
@@ -124,7 +124,7 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
                 delayed(_examine)(name, content) for name, content in _members(root, source)
             )
             console = Console(stderr=True, quiet=quiet)
-            for name, content, reason in track(work, "decoding photographs", console=console, transient=True):
+            for name, content, reason in tracked(work, "decoding photographs", console=console):
                 digest, label = hashlib.sha256(content).hexdigest(), label_of(PurePosixPath(name))
                 if reason is not None or label is None:
                     errors[name] = reason or "neither a cat nor a dog by its name or folder"

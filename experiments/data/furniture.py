@@ -23,11 +23,11 @@ import numpy as np
 from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from rich.console import Console
-from rich.progress import track
 from trimesh import Trimesh
 
 from ..errors import RunError
 from ..files import sync_folder, write_atomic
+from ..progress import tracked
 from .archives import UNREADABLE
 from .base import data_folder
 from .clouds import CloudData
@@ -435,7 +435,7 @@ def _build(
     )
     console = Console(stderr=True, quiet=quiet)
     errors: dict[str, str] = {}
-    for found in track(work, f"reading {len(models):,} models", len(shards), console=console):
+    for found in tracked(work, f"reading {len(models):,} models", len(shards), console=console):
         errors |= found
     by_file = {Path(name).name: name for name in names}
     report = prepare_clouds(meshes, building / target.name, num_points, seed, jobs=jobs, quiet=quiet)

@@ -9,6 +9,7 @@ from typing import Any
 from torchvision.datasets.utils import download_url
 
 from ..errors import RunError
+from ..progress import for_terminals
 from .base import data_folder
 from .clouds import CloudData
 from .meshes import CloudReport, prepare_clouds
@@ -76,7 +77,8 @@ def _fetch(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         for mirror in MIRRORS:
             try:
-                download_url(f"{mirror}{ARCHIVE}", temporary, ARCHIVE)
+                with for_terminals():
+                    download_url(f"{mirror}{ARCHIVE}", temporary, ARCHIVE)
             except (urllib.error.URLError, RuntimeError, OSError) as error:
                 failures.append(f"{mirror}: {error}")
             else:

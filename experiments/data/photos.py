@@ -19,7 +19,6 @@ import torch
 from filelock import FileLock
 from PIL import Image, UnidentifiedImageError
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import RandomResizedCrop
@@ -27,6 +26,7 @@ from torchvision.transforms.v2 import functional as transforms
 
 from ..errors import RunError
 from ..files import explain_full_disk, sync_folder
+from ..progress import tracked
 from ..seeding import stream_seed
 from .base import Batch, SampleKey
 
@@ -133,7 +133,7 @@ class PhotoStore:
         array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
         console = Console(stderr=True, quiet=quiet)
         rows: Iterable[int] = range(len(self))
-        for row in track(rows, f"decoding {len(self):,} photographs", len(self), console=console, transient=True):
+        for row in tracked(rows, f"decoding {len(self):,} photographs", len(self), console=console):
             array[row] = resized(self.image(row), size)
         array.flush()
         os.replace(temporary, target)

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from ..files import append_line, json_line, write_atomic
+from ..progress import Lines
 from .classifier import Classifier
 from .run_dir import identity
 
@@ -102,6 +103,7 @@ class Recorder(RunLog, Callback):
         super().__init__(folder, split, table, lines)
         self._epoch_start = 0.0
         self._samples = 0
+        self._log = Lines()
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows}
@@ -119,6 +121,24 @@ class Recorder(RunLog, Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._samples += len(batch[-1])
+        self._tell(trainer, "batch", batch_idx, trainer.num_training_batches)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._tell(trainer, f"{self.split} batch", batch_idx, trainer.num_val_batches[dataloader_idx])
+
+    def _tell(self, trainer: L.Trainer, what: str, batch: int, batches: float) -> None:
+        """A line a minute, so that a log shows where an epoch of hours is."""
+        if self.lines and trainer.is_global_zero:
+            epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+            self._log.tell(f"{epoch}: {what} {batch + 1:,} of {batches:,}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Classifier)
