@@ -278,7 +278,7 @@ def _unless_refused(submission: Submission, reason: str, answered: bool) -> Subm
 
 
 def array_id(answer: str) -> str | None:
-    """The id in what sbatch prints, `77`, `77;cluster` or `Submitted batch job 77` on a line; None where that is unclear.
+    """The id in what sbatch prints, `77`, `77;cluster` or `Submitted batch job 77` on a line; None where unclear.
 
     A site's wrapper may print more, numbers among it.
     """
