@@ -170,7 +170,14 @@ def _upload(upload: Upload) -> None:
     words = [*wandb_command(), "sync", "--include-synced", str(upload.folder)]
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=UPLOAD_TIMEOUT_S, check=False
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=UPLOAD_TIMEOUT_S,
+            check=False,
+            # Where this process is itself one of wandb's, the upload is not to be given to that one's service.
+            env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
         )
     except subprocess.TimeoutExpired:
         raise RunError(f"not uploaded within {UPLOAD_TIMEOUT_S / 60:g} minutes") from None
