@@ -182,7 +182,7 @@ def _upload(upload: Upload) -> None:
     except subprocess.TimeoutExpired:
         raise RunError(f"not uploaded within {UPLOAD_TIMEOUT_S / 60:g} minutes") from None
     if done.returncode != 0 or not upload.confirmations():
-        said = _said(done.stdout + done.stderr) or f"exit code {done.returncode}"
+        said = _said(done.stdout + done.stderr) or f"exit code {done.returncode}, and no reason given: perhaps the key"
         raise RunError(f"wandb does not upload it: {said}")
 
 
@@ -190,7 +190,7 @@ def _said(output: str) -> str:
     """What wandb objects to: its errors, or else what it says last."""
     lines = [line.strip().removeprefix("wandb:").strip() for line in output.splitlines()]
     errors = [line.removeprefix("ERROR").strip() for line in lines if line.startswith("ERROR")]
-    found = [line for line in errors if line] or [line for line in lines if line][-2:]
+    found = [line for line in errors if line not in ("", "<no message>")] or [line for line in lines if line][-2:]
     return without_keys("; ".join(dict.fromkeys(found)))
 
 

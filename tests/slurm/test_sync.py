@@ -202,7 +202,9 @@ def test_wandb_itself(tmp_path, monkeypatch, capsys, answer, words):
     """Its own program against a server that refuses: what it exits with is not believed."""
     folder = tmp_path / "runs" / "mnist_patches" / "a-00000001"
     folder.mkdir(parents=True)
-    run = wandb.init(id="00000001", project="p", dir=folder, mode="offline", settings=wandb.Settings(silent=True))
+    run = wandb.init(
+        id="00000001", project="p", dir=folder, mode="offline", resume="allow", settings=wandb.Settings(silent=True)
+    )
     run.log({"a": 1})
     run.finish()
     wandb.teardown()
