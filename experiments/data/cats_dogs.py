@@ -1,7 +1,7 @@
 """Kaggle's Dogs vs Cats: 25,000 photographs, as the archive of the competition or Microsoft's PetImages has them.
 
 Prepared are, in `cats_dogs/` of the folder of all data: `photos-<hash>.bin`, all files that can be decoded, byte for
-byte; `index.json`, their names, labels and places, and the files that were left out, each with its reason;
+byte, each content once, whatever names it has (or its copies would lie in several splits); `index.json`, their names, labels and places, and the files that were left out, each with its reason;
 `errors.tsv`, these once more, to read. The source is only read.
 """
 
@@ -27,8 +27,8 @@ from .base import SPLITS, DataModule, data_folder, hash_arrays, stratified_split
 from .fractions import nested_order, subset_size
 from .photos import PhotoBatches, PhotoError, PhotoStore, check_cache, decode, no_photos
 
-#: Changes whenever the prepared files of the same source would.
-FORMAT = 1
+#: Changes whenever the prepared files of the same source would, or the pixels that are read from them.
+FORMAT = 2
 CLASSES = ("cat", "dog")
 FRACTIONS = (0.01, 0.1, 0.25, 1.0)
 NOTICE = (
@@ -117,6 +117,7 @@ def prepare(folder: Path, archive: Path | None = None, *, jobs: int | None = Non
 def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
     errors: dict[str, str] = {}
     entries: dict[str, _Entry] = {}
+    places: dict[str, int] = {}
     temporary = root / ".photos.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -134,17 +135,23 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
                     if entries[short].digest != digest:
                         errors[name] = f"another photograph has the name {short}"
                     continue
-                entries[short] = _Entry(label, file.tell(), len(content), digest)
-                file.write(content)
+                if digest not in places:
+                    places[digest] = file.tell()
+                    file.write(content)
+                entries[short] = _Entry(label, places[digest], len(content), digest)
             file.flush()
             os.fsync(file.fileno())
+        for names, reason in _copies(entries):
+            for name in names:
+                del entries[name]
+                errors[name] = reason
         labels = {entry.label for entry in entries.values()}
         if labels != {0, 1}:
             raise no_photos(source, [name for label, name in enumerate(CLASSES) if label not in labels], EXPECTED)
         names = sorted(entries)
         ordered = [entries[name] for name in names]
         summary = "".join(f"{name}\t{entries[name].label}\t{entries[name].digest}\n" for name in names)
-        content_hash = hashlib.sha256(summary.encode()).hexdigest()
+        content_hash = hashlib.sha256(f"format {FORMAT}\n{summary}".encode()).hexdigest()
         file_name = f"photos-{content_hash[:16]}.bin"
         os.replace(temporary, root / file_name)
     finally:
@@ -164,6 +171,24 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
         if content_hash[:16] not in path.name:
             path.unlink()
     return index
+
+
+def _copies(entries: dict[str, _Entry]) -> list[tuple[list[str], str]]:
+    """Of photographs that are the same byte for byte the names that are left out, and why: all but the first by name.
+
+    Where one is called a cat and another a dog, nobody knows what it is, and none of them stays.
+    """
+    same: dict[str, list[str]] = {}
+    for name in sorted(entries):
+        same.setdefault(entries[name].digest, []).append(name)
+    left_out = []
+    for names in same.values():
+        first, *others = names
+        if len({entries[name].label for name in names}) > 1:
+            left_out.append((names, f"the same photograph is a cat and a dog: {', '.join(names)}"))
+        elif others:
+            left_out.append((others, f"the same photograph as {first}, which counts once"))
+    return left_out
 
 
 def _members(root: Path, source: Path) -> Iterator[tuple[str, bytes]]:
@@ -217,7 +242,8 @@ def read_index(root: Path) -> Index | None:
         size = (root / index.file).stat().st_size
     except (OSError, ValueError, TypeError):
         return None
-    return index if index.format == FORMAT and size == sum(index.lengths) else None
+    end = max(map(sum, zip(index.offsets, index.lengths, strict=True)), default=0)
+    return index if index.format == FORMAT and size >= end else None
 
 
 def _report(root: Path, index: Index) -> Report:
