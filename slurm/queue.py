@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from experiments.errors import RunError
 
@@ -98,6 +99,14 @@ def read_queue(users: Collection[str] = ()) -> dict[str, Job]:
             count = int(restarts) if restarts.isdigit() else 0
             jobs[identifier] = Job(identifier, state, count, nodes, "" if reason == "None" else reason)
     return jobs
+
+
+def owner(folder: Path) -> str:
+    """The name of who owns a folder, or the number of one whom this machine has no name for; squeue takes either."""
+    try:
+        return folder.owner()
+    except KeyError:
+        return str(folder.stat().st_uid)
 
 
 def read_accounts(job_ids: Collection[str]) -> dict[str, Job]:

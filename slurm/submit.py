@@ -178,7 +178,10 @@ def parameters(cluster: ClusterConfig, number: int, parallelism: int | None) -> 
         "setup": setup,
         # Since 22.05 srun does not take the number of cores over from the job.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cluster.cpus_per_task}"],
-        "additional_parameters": {**options, **cluster.sbatch},
+        # An option that is false is left out: sbatch has none with that value.
+        "additional_parameters": {
+            key: value for key, value in {**options, **cluster.sbatch}.items() if value not in (False, None)
+        },
     }
     given = {key: value for key, value in wanted.items() if value is not None}
     return given | {"wckey": None}  # submitit's own is refused where a cluster keeps a list of them

@@ -1,8 +1,9 @@
 """Kaggle's Dogs vs Cats: 25,000 photographs, as the archive of the competition or Microsoft's PetImages has them.
 
 Prepared are, in `cats_dogs/` of the folder of all data: `photos-<hash>.bin`, all files that can be decoded, byte for
-byte, each content once, whatever names it has (or its copies would lie in several splits); `index.json`, their names, labels and places, and the files that were left out, each with its reason;
-`errors.tsv`, these once more, to read. The source is only read.
+byte, each content once, whatever names it has (or its copies would lie in several splits); `index.json`, their names,
+labels and places, and the files that were left out, each with its reason; `errors.tsv`, these once more, to read. The
+source is only read.
 """
 
 import hashlib

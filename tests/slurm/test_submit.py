@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import RunError
-from slurm import cluster, queue, submission, submit
+from slurm import cluster, queue, status, submission, submit
 from slurm.job import TrainingJob
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +167,103 @@ def test_one_s_own_cluster(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "CONFIGS", tmp_path)
     found = cluster.cluster_config(["cluster=mine", "cluster.environment.C=d", "cluster.time='2:00:00'"])
     assert (found.partition, found.environment, found.minutes, found.nodes) == ("night", {"A": "b", "C": "d"}, 120, 1)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Writes a line into a cluster's file that begins as the default one; the words that name it."""
+    monkeypatch.setattr(cluster, "CONFIGS", tmp_path)
+    (tmp_path / "local" / "cluster").mkdir(parents=True)
+
+    def write(line: str) -> list[str]:
+        (tmp_path / "local" / "cluster" / "mine.yaml").write_text(f"defaults:\n  - default\n{line}\n")
+        return ["cluster=mine"]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("line", "as_read", "to_write"),
+    [
+        ("time: 12:00:00", "43200", 'time: "12:00:00"'),
+        ("time: 1:30", "90", 'time: "1:30"'),
+        ("account: 0123", "83", 'account: "0123"'),
+        ("account: 1_000", "1000", 'account: "1_000"'),
+        ("qos: yes", "True", 'qos: "yes"'),
+        ("constraint: 1e5", "100000.0", 'constraint: "1e5"'),
+        ("mem: 4.0", None, None),
+        ("environment: {A: 1.10}", "1.1", 'A: "1.10"'),
+        ("environment: {A: off}", "False", 'A: "off"'),
+        ("environment: {A: true}", "True", 'A: "true"'),
+        ("sbatch: {begin: 16:00}", "960", 'begin: "16:00"'),
+        ("modules: [3.10]", "3.1", 'modules: "3.10"'),
+        ("modules: [cuda/12.8]", None, None),
+        ("environment: {A: 7, B: text, C: '007'}", None, None),
+        ("sbatch: {exclusive: true, nice: 100}", None, None),
+        ("qos: null", None, None),
+        ('time: "12:00:00"', None, None),
+    ],
+)
+def test_what_yaml_reads_as_something_else_is_refused_with_the_line_to_write(mine, line, as_read, to_write):
+    if to_write is None:
+        cluster.cluster_config(mine(line))
+        return
+    with pytest.raises(RunError) as refused:
+        cluster.cluster_config(mine(line))
+    assert f"mine.yaml: YAML reads cluster.{line.partition(':')[0]}" in str(refused.value)
+    assert f" as {as_read}; write {to_write}, in quotes" in str(refused.value)
+
+
+def test_a_file_that_is_begun_with_is_read_as_closely(mine, tmp_path):
+    mine("environment: {A: 010}")
+    (tmp_path / "local" / "cluster" / "own.yaml").write_text("defaults:\n  - mine\npartition: night\n")
+    with pytest.raises(RunError, match=r'mine\.yaml: YAML reads cluster\.environment\.A: 010 as 8; write A: "010"'):
+        cluster.cluster_config(["cluster=own"])
+
+
+@pytest.mark.parametrize("text", ["1_000", "1e3", "1.10", "true", "007", "12:00:00", "-5", "0x1F"])
+def test_the_command_line_is_read_as_it_is_written(text):
+    found = cluster.cluster_config([f"cluster.account={text}", f"cluster.environment.A={text}"])
+    assert (found.account, found.environment) == (text, {"A": text})
+
+
+def test_options_that_are_false_are_left_out(login_node, sweep):
+    words = ["cluster.sbatch={exclusive: true, hold: false, requeue: false}"]
+    text = (submit.submit([*sweep.overrides, *words]).folder / "submission.sh").read_text()
+    assert "#SBATCH --exclusive\n" in text
+    assert "hold" not in text
+    assert "--requeue" not in text
+
+
+def test_another_cluster_is_named_to_all_commands_of_slurm(login_node, sweep):
+    with pytest.raises(RunError, match=r"cluster\.sbatch\.clusters would submit .* set SLURM_CLUSTERS"):
+        submit.submit([*sweep.overrides, "cluster.sbatch.clusters=big"])
+
+
+def test_sentences_between_the_names_are_no_names(login_node, sweep):
+    login_node.answers("sinfo", "Maintenance on Monday*\ngpu*\nlong\n")
+    login_node.answers("sacctmgr", "Welcome to the accounts\n")
+    assert submit.submit([*sweep.overrides, "cluster.account=maths"]) is not None
+    with pytest.raises(RunError, match="there is no partition Monday on this cluster: there are gpu, long"):
+        submit.submit([*sweep.overrides, "cluster.partition=Monday"])
+
+
+def nobody(*_):
+    raise KeyError("getpwuid(): uid not found")
+
+
+def test_a_user_without_a_name_and_a_login_node_without_srun(login_node, sweep, monkeypatch, capsys):
+    for name in ("USER", "LOGNAME", "LNAME", "USERNAME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    (login_node.folder / "srun").unlink()
+    done = submit.submit([*sweep.overrides, "cluster.account=maths"])
+    assert done.array_job_id == "77"
+    assert login_node.asked("sacctmgr") == []
+    login_node.queue(("77_0", "RUNNING", 0, ""))
+    assert status.main(sweep.overrides) == 0
+    assert "1 starting" in capsys.readouterr().out
+    assert f"--user={os.getuid()}" in login_node.asked("squeue")
 
 
 @pytest.mark.parametrize(
