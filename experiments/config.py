@@ -245,7 +245,7 @@ def _origin_hash(overrides: tuple[str, ...], seed: int) -> str:
 
 
 def _whole_numbers(node: Any, known: Collection[str] = ()) -> None:
-    """Makes 7 of 7.0 where a key takes any type. Both are one run, and have to be one word in what is looked up by it."""
+    """Makes 7 of 7.0 where a key takes any type: both are one run, so what is looked up by them has to be one word."""
     if node._is_none() or node._is_missing() or node._is_interpolation():
         return
     keys = node if isinstance(node, DictConfig) else range(len(node))

@@ -24,7 +24,7 @@ from ..errors import RunError
 from ..files import write_atomic, write_json
 from ..progress import tracked
 from .archives import read_members
-from .base import SPLITS, DataModule, data_folder, hash_arrays, stratified_split
+from .base import SPLITS, DataModule, data_folder, hash_arrays, prepare_command, stratified_split
 from .fractions import nested_order, subset_size
 from .photos import PhotoBatches, PhotoError, PhotoStore, check_cache, decode, no_photos
 
@@ -317,7 +317,7 @@ class CatsDogs(DataModule):
         if index is None:
             raise FileNotFoundError(
                 f"data=cats_dogs: {self.root} holds no prepared photographs: run "
-                "`python -m experiments.data.prepare cats_dogs --archive FILE`, or take experiment=cats_dogs_standin, "
+                f"`{prepare_command('cats_dogs', folder, ' --archive FILE')}`, or take experiment=cats_dogs_standin, "
                 "which needs no download"
             )
         self.index, self.fraction = index, fraction

@@ -29,7 +29,7 @@ from ..errors import RunError
 from ..files import sync_folder, write_atomic
 from ..progress import tracked
 from .archives import UNREADABLE
-from .base import data_folder
+from .base import data_folder, prepare_command
 from .clouds import CloudData
 from .meshes import CloudReport, prepare_clouds, read_report
 from .off import OffError
@@ -483,7 +483,7 @@ class Furniture(CloudData):
         path = clouds_path(folder)
         missing = (
             "install Debian's package with `apt-get install sweethome3d-furniture`, then run "
-            "`python -m experiments.data.prepare furniture`"
+            f"`{prepare_command('furniture', folder)}`"
         )
         super().__init__(path, missing, val_size=val_size, split_seed=split_seed, **options)
         with h5py.File(path) as file:

@@ -10,7 +10,7 @@ from torchvision.datasets.utils import download_url
 
 from ..errors import RunError
 from ..progress import for_terminals
-from .base import data_folder
+from .base import data_folder, prepare_command
 from .clouds import CloudData
 from .meshes import CloudReport, prepare_clouds
 
@@ -101,4 +101,4 @@ class ModelNet40(CloudData):
     name = "modelnet40"
 
     def __init__(self, folder: str, **options: Any) -> None:
-        super().__init__(clouds_path(folder), "run `python -m experiments.data.prepare modelnet40`", **options)
+        super().__init__(clouds_path(folder), f"run `{prepare_command('modelnet40', folder)}`", **options)

@@ -135,7 +135,8 @@ def test_missing_mnist_files(command, runs, tmp_path):
     small = ["experiment=mnist_patches", "data=mnist", f"paths.data={folder}", f"paths.runs={runs.folder}"]
     code, printed = command(*small, small=False)
     assert code == 1
-    assert f"not found in {folder}/MNIST/raw: run `python -m experiments.data.prepare mnist`" in printed
+    command_line = f"python -m experiments.data.prepare mnist --folder {folder}"
+    assert f"not found in {folder}/MNIST/raw: run `{command_line}`" in printed
     assert not runs.folder.exists()
 
 
