@@ -174,7 +174,7 @@ def _hydra_in_one_sentence() -> Iterator[None]:
             say(f"error: {in_one_sentence(error)}")
             raise SystemExit(1) from None
 
-    hydra_utils.run_and_report = shortened
+    hydra_utils.run_and_report = shortened  # type: ignore[assignment]
     try:
         yield
     finally:
