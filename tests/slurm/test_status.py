@@ -347,3 +347,14 @@ def test_a_damaged_submission_is_named(slurm, sweep, capsys, content):
     assert error.startswith(f"error: {folder / 'submission.json'} cannot be read (")
     assert "squeue --me --name=sinkformer-1f2e3d4c" in error
     assert error.count("\n") == 1
+
+
+def test_a_submission_without_an_id_is_known_by_what_its_jobs_wrote(slurm, sweep, capsys):
+    folder = sweep.submit(ARRAY)
+    content = json.loads((folder / "submission.json").read_text())
+    tasks = [task | {"job_id": None} for task in content["tasks"]]
+    (folder / "submission.json").write_text(json.dumps(content | {"array_job_id": None, "tasks": tasks}))
+    slurm.queue((f"{ARRAY}_0", "RUNNING", 0, "None"), (f"{ARRAY}_1", "PENDING", 0, "Priority"))
+    assert {run["state"] for run in shown(capsys, *sweep.overrides)["runs"]} == {"not submitted"}
+    record_event(folder, 0, "started", job_id=f"{ARRAY}_0")
+    assert [run["state"] for run in shown(capsys, *sweep.overrides)["runs"]][:2] == ["starting", "pending"]
