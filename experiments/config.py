@@ -1,9 +1,10 @@
 """The shape of a configuration: its sections, their types, and its resolution. Unknown keys are refused."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import MISSING, AnyNode, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .data.fashion import standin_source
@@ -148,7 +149,17 @@ def composing() -> Iterator[ConfigLoaderImpl]:
             assert isinstance(loader, ConfigLoaderImpl)
             yield loader
     except HydraException as error:
-        raise RunError(" ".join(str(error).split())) from error
+        raise RunError(in_one_sentence(error)) from error
+
+
+def in_one_sentence(error: Exception) -> str:
+    """What Hydra objects to, without the list of places where it has looked."""
+    if isinstance(error, MissingConfigException) and error.options:
+        name = (error.missing_cfg_file or "").rpartition("/")[2]
+        near = get_close_matches(name, error.options, 1)
+        hint = f", did you mean {near[0]}?" if near else ";"
+        return f"{str(error).splitlines()[0]}{hint} there are {', '.join(error.options)}"
+    return " ".join(str(error).partition("Config search path:")[0].split())
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
@@ -174,6 +185,7 @@ def resolve(config: DictConfig, unchanged: Mapping[str, Any] | None = None) -> d
             out of range.
     """
     known = {} if unchanged is None else unchanged
+    _whole_numbers(config, known)
     OmegaConf.clear_cache(config)
     try:
         resolved = again = _read(config, known)
@@ -230,6 +242,21 @@ def origin(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _origin_hash(overrides: tuple[str, ...], seed: int) -> str:
     shared = resolve(compose([*overrides, f"seed={seed}"]))
     return run_hash(shared)
+
+
+def _whole_numbers(node: Any, known: Collection[str] = ()) -> None:
+    """Makes 7 of 7.0 where a key takes any type: both are one run, so what is looked up by them has to be one word."""
+    if node._is_none() or node._is_missing() or node._is_interpolation():
+        return
+    keys = node if isinstance(node, DictConfig) else range(len(node))
+    for key in keys:
+        if key in known:
+            continue
+        child = node._get_node(key)
+        if isinstance(child, DictConfig | ListConfig):
+            _whole_numbers(child)
+        elif isinstance(child, AnyNode) and isinstance(value := child._value(), float) and value.is_integer():
+            child._set_value(int(value))
 
 
 def _read(config: DictConfig, known: Mapping[str, Any]) -> dict[str, Any]:

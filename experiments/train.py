@@ -5,20 +5,28 @@ something is wrong (one message says what; in a sweep after all other runs), 130
 SIGTERM, with a checkpoint.
 """
 
+import functools
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
+import hydra._internal.utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import run_job
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from .config import CONFIGS, register, resolve
+from .command import end_with_the_sweep, is_orphan
+from .config import CONFIGS, in_one_sentence, register, resolve
 from .errors import RunError
 from .runners.run_dir import RUN_FOLDER, RunDir, process_rank, read_config, train_command
 
@@ -53,8 +61,9 @@ def execute(config: DictConfig, overrides: Sequence[str]) -> Outcome:
 def _train(resolved: dict[str, Any], run: RunDir, overrides: Sequence[str]) -> Outcome:
     """Trains a run, unless it is finished."""
     if run.finished:
-        say(f"finished already, nothing to do: {run.path}")
-        return Outcome(run.path, run.result(), True)
+        result = run.result()
+        say(f"finished already, nothing to do: {run.path}: {_in_words_if_whole(result, run)}; {_longer(resolved)}")
+        return Outcome(run.path, result, True)
     if resolved["engine"] == "fairseq":
         return _with_fairseq(resolved, run, overrides)
     # Imported only where there is something to train: it takes seconds.
@@ -85,6 +94,20 @@ def _with_fairseq(resolved: dict[str, Any], run: RunDir, overrides: Sequence[str
     if result:
         say(f"finished: {run.path}: {in_words(result)}")
     return Outcome(run.path, result, False)
+
+
+def _in_words_if_whole(result: dict[str, Any], run: RunDir) -> str:
+    try:
+        return in_words(result)
+    except (LookupError, TypeError, StopIteration):
+        file = run.path / "result.json"
+        raise RunError(f"{file} is no result of a run: remove it and give the run's command again") from None
+
+
+def _longer(config: dict[str, Any]) -> str:
+    """How to train for longer than a run that is finished."""
+    epochs = config["trainer"]["max_epochs"]
+    return f"to train longer give more than trainer.max_epochs={epochs}, which is a run of its own, from the start"
 
 
 def in_words(result: dict[str, Any]) -> str:
@@ -118,7 +141,8 @@ def main() -> None:
             if {"-h", "--help"} & set(sys.argv[1:]) and not any(word.startswith("experiment=") for word in sys.argv):
                 print(_help())
                 return
-            _command()
+            with _hydra_in_one_sentence():
+                _command()
     except KeyboardInterrupt:  # elsewhere than in training and evaluation, which end by themselves
         say("stopped by Ctrl-C; the same command goes on from the last checkpoint")
         raise SystemExit(INTERRUPTED) from None
@@ -135,12 +159,45 @@ def _help() -> str:
     )
 
 
+@contextmanager
+def _hydra_in_one_sentence() -> Iterator[None]:
+    """What Hydra objects to is shown as everything else is; HYDRA_FULL_ERROR=1 shows all of it."""
+    report = hydra_utils.run_and_report
+
+    def shortened(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            hydras = isinstance(error, HydraException | OmegaConfBaseException | ValueError) and not _ours(error)
+            if os.environ.get("HYDRA_FULL_ERROR") == "1" or not (isinstance(error, HydraException) or hydras):
+                return report(functools.partial(_raise, error))
+            say(f"error: {in_one_sentence(error)}")
+            raise SystemExit(1) from None
+
+    hydra_utils.run_and_report = shortened  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        hydra_utils.run_and_report = report
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether an error comes out of a run, and not of Hydra's reading of the command line."""
+    places = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == run_job.__name__ for frame, _ in places)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def _command(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     overrides = list(hydra_config.overrides.task)
     if hydra_config.mode != RunMode.MULTIRUN:
         try:
+            _refuse_what_only_sweeps_take(hydra_config.overrides.hydra)
             execute(config, overrides)
         except RunError as error:
             say(f"error: {error}")
@@ -148,12 +205,26 @@ def _command(config: DictConfig) -> None:
                 raise
             raise SystemExit(1) from None
         return
+    end_with_the_sweep()
     try:
         execute(config, overrides)
+    except SystemExit as stop:
+        if is_orphan():  # nobody is left to be told, and the next run of the sweep would begin here
+            os._exit(stop.code if isinstance(stop.code, int) else 1)
+        raise
     except RunError as error:
         # Hydra shows the first failure of a sweep when all runs are over; each is shown here where it happens.
         say(f"error in {train_command(overrides)}: {error}")
         raise
+
+
+def _refuse_what_only_sweeps_take(overrides: Sequence[str]) -> None:
+    for word in overrides:
+        if word.lstrip("+").startswith(("hydra/launcher=", "hydra/sweeper=")):
+            raise RunError(
+                f"{word} acts on sweeps alone, and without -m there is none: this run would be trained here. Give "
+                "`python -m experiments.train -m …`, or leave the word out"
+            )
 
 
 if __name__ == "__main__":

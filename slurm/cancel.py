@@ -12,7 +12,7 @@ from experiments.command import finish
 from experiments.errors import RunError
 from experiments.train import say
 
-from .queue import cancel, read_jobs
+from .queue import cancel, owner, read_jobs
 from .selection import SubmittedRun, select
 
 
@@ -36,7 +36,7 @@ def alive_tasks(words: Sequence[str]) -> list[SubmittedRun]:
     tasks = [task for run in select(words) for task in run.tasks]
     if not tasks:
         return []
-    jobs = read_jobs([task.job_id for task in tasks], {task.submission.folder.owner() for task in tasks})
+    jobs = read_jobs([task.job_id for task in tasks], {owner(task.submission.folder) for task in tasks})
     return [task for task in tasks if task.job_id in jobs and jobs[task.job_id].alive]
 
 

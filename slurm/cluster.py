@@ -3,11 +3,13 @@
 import getpass
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -89,10 +91,14 @@ def cluster_config(words: Sequence[str]) -> ClusterConfig:
     local = override("", f"file://{CONFIGS / 'local'}")[1:]
     further = [f"hydra.searchpath=[{local}]"] if (CONFIGS / "local").is_dir() else []
     # These two take any key; to Hydra that is an addition.
-    words = [f"++{word}" if re.match(r"cluster\.(environment|sbatch)[.=]", word) else word for word in words]
+    added = [
+        f"++{word}" if re.match(r"cluster\.(environment|sbatch)[.=]", word) else word for word in map(_as_text, words)
+    ]
     try:
         with composing():
-            config = hydra.compose("cluster", overrides=[*further, *words]).cluster
+            config = hydra.compose("cluster", overrides=[*further, *added]).cluster
+        for name in _names(words):
+            _check_texts(name)
         missing = sorted(map(str, OmegaConf.missing_keys(config)))
         if missing:
             key = missing[0].removeprefix("cluster.")
@@ -104,8 +110,82 @@ def cluster_config(words: Sequence[str]) -> ClusterConfig:
     for key, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_restarts", 0)):
         if getattr(found, key) < least:
             raise RunError(f"cluster.{key} must be at least {least}; got {getattr(found, key)}")
+    if other := {"clusters", "M"} & found.sbatch.keys():
+        raise RunError(
+            f"cluster.sbatch.{other.pop()} would submit to a cluster that squeue is not asked of: set SLURM_CLUSTERS "
+            "in your environment; all of SLURM's commands read it"
+        )
     found.minutes  # noqa: B018  # refuses what is no time
     return found
+
+
+def _is_text(key: str) -> bool:
+    """Whether a key of a cluster is read as it is written: `time`, `modules`, `environment.NAME`."""
+    section, _, name = key.partition(".")
+    if name:
+        return section in ("environment", "sbatch")
+    return any(entry.name == key and "str" in str(entry.type) for entry in fields(ClusterConfig))
+
+
+def _as_text(word: str) -> str:
+    """A word about a key that is text, quoted where Hydra would read its value as something else: 1_000, 1e3, true."""
+    key, _, value = word.partition("=")
+    parsed = OverridesParser.create().parse_override(word)
+    plain = parsed.value()
+    name = key.lstrip("+").removeprefix("cluster.")
+    if (
+        not _is_text(name)
+        or not isinstance(plain, int | float)
+        or (name.startswith("sbatch.") and isinstance(plain, bool))
+    ):
+        return word
+    return f"{key}='{value.strip()}'"
+
+
+def _names(words: Sequence[str]) -> list[str]:
+    """The files of a cluster: that which is named, and those that it begins with."""
+    chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("cluster=")]
+    names = [chosen[-1] if chosen else "default"]
+    for name in names:
+        for _, content in _contents(name):
+            for entry in (content or {}).get("defaults", []):
+                if isinstance(entry, str) and entry != "_self_" and entry not in names:
+                    names.append(entry)
+    return names
+
+
+def _contents(name: str) -> Iterator[tuple[Path, Any]]:
+    for file in (CONFIGS / "cluster" / f"{name}.yaml", CONFIGS / "local" / "cluster" / f"{name}.yaml"):
+        if file.is_file():
+            yield file, yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
+
+
+def _check_texts(name: str) -> None:
+    """Refuses what YAML reads as something else than is written, under a key that is text: 12:00:00, 0123, 1.10, yes.
+
+    Raises:
+        RunError: with the line to write in its place.
+    """
+    for file, written in _contents(name):
+        read = OmegaConf.to_container(OmegaConf.load(file))
+        for key, text, value in _leaves(written or {}, read):
+            flag = key.startswith("sbatch.") and isinstance(value, bool)
+            if _is_text(key) and text and value is not None and str(value) != text and not flag:
+                line = f'{key.rpartition(".")[2]}: "{text}"'
+                raise RunError(f"{file}: YAML reads cluster.{key}: {text} as {value!r}; write {line}, in quotes")
+
+
+def _leaves(written: Any, read: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Key, text and value of a file's plain values, the same file read once as text and once as YAML does."""
+    if len(written) != len(read):  # anchors that are merged
+        return
+    for (key, text), value in zip(written.items(), read.values(), strict=True):
+        if isinstance(text, dict) and isinstance(value, dict):
+            yield from _leaves(text, value, f"{prefix}{key}.")
+        elif isinstance(text, list) and isinstance(value, list):
+            yield from ((f"{prefix}{key}", *pair) for pair in zip(text, value, strict=True) if isinstance(pair[0], str))
+        elif isinstance(text, str):
+            yield f"{prefix}{key}", text, value
 
 
 def minutes(time: str) -> int:
@@ -148,16 +228,24 @@ def check(cluster: ClusterConfig) -> None:
 
 
 def _partitions() -> set[str]:
-    return set(run(["sinfo", "--noheader", "--format=%P"]).split())
+    return _single_words(run(["sinfo", "--noheader", "--format=%P"]))
 
 
 def _accounts() -> set[str]:
     """The user's accounts; empty where the cluster keeps none, which then takes any."""
+    user = _user()
+    if user is None:
+        return set()
+    words = ["sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=account", "where"]
     try:
-        words = ["sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=account", "where"]
-        return set(run([*words, f"user={_user()}"]).split())
+        return _single_words(run([*words, f"user={user}"]))
     except RunError:
         return set()
+
+
+def _single_words(text: str) -> set[str]:
+    """The lines of one word; sentences that a site's wrapper prints between them are none."""
+    return {line.strip() for line in text.splitlines() if len(line.split()) == 1}
 
 
 def _known(key: str) -> str:
@@ -168,6 +256,9 @@ def _known(key: str) -> str:
     return f" (there are {', '.join(sorted(name.rstrip('*') for name in found))})" if found else ""
 
 
-def _user() -> str:
-
-    return getpass.getuser()
+def _user() -> str | None:
+    """The user's name; None where neither the environment nor the machine knows it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return None

@@ -1,14 +1,14 @@
 """What a job runs: one training, watched; stopped with a checkpoint when SLURM asks for it, and queued again.
 
-submitit calls a `TrainingJob` on the node; a job written by hand has `srun python -m slurm.job OVERRIDES`. Either way
-the training is a process of its own, `python -m experiments.train OVERRIDES`: this one stays small, and is there to
-tell SLURM and the run card what became of it, even where it was killed.
+A submission's job calls `python -m slurm.job --submission FOLDER` on the node, one that was written by hand
+`srun python -m slurm.job OVERRIDES`. Either way the training is a process of its own, `python -m experiments.train
+OVERRIDES`: this one stays small, and is there to tell SLURM and the run card what became of it, even where it was
+killed.
 
 SLURM sends the signal of `--signal` (USR2 here: NCCL may use USR1) before the time limit and, where the cluster is set
 up so, at preemption; else TERM. On any of them the training is asked to stop (TERM), which it does after the step it is
 at, with a checkpoint. Then the job's own array task goes back into the queue, unless it was cancelled or has done so
-too often. submitit's own handler is not used: it counts each preemption of a job of at most ten minutes as a time limit
-met, and leaves TERM alone. SLURM signals every process of a job, so the training ignores USR1 and USR2 from its start.
+too often. SLURM signals every process of a job, so the training ignores USR1 and USR2 from its start.
 """
 
 import json
@@ -18,7 +18,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,19 +29,22 @@ from typing import Any
 
 from filelock import FileLock
 
+from experiments.errors import RunError
 from experiments.files import write_json
 
-from .submission import read_events, record_event
+from .submission import Submission, read_events, record_event
 
 STOPPED = 128 + signal.SIGTERM
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # SLURM looks at time limits every 30 s, and sends the signal up to a minute early.
 EARLY_S = 90
+# A file that another machine has written may be seen here only after so long, as network file systems go.
+VISIBLE_S = 60.0
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One run of a submission, called by submitit on the node.
+    """One run of a submission, on its node.
 
     Attributes:
         overrides: the words after `python -m experiments.train`; they go to it as they are, past no shell.
@@ -61,6 +65,24 @@ class TrainingJob:
     max_restarts: int
     max_timeouts: int
     signal_before_end_s: int
+
+    @classmethod
+    def of(cls, folder: Path, index: int) -> "TrainingJob":
+        """The job of a submission's run by its number.
+
+        Raises:
+            RunError: where submission.json is damaged, or not there after a minute.
+        """
+        within(VISIBLE_S, (folder / "submission.json").is_file)
+        submission = Submission.read(folder)
+        task, cluster = submission.tasks[index], submission.cluster
+        return cls(
+            overrides=tuple(task.overrides),
+            submission=str(folder),
+            index=index,
+            folder=task.folder,
+            **{key: cluster[key] for key in ("requeue", "max_restarts", "max_timeouts", "signal_before_end_s")},
+        )
 
     def __call__(self) -> None:
         """Trains; returns where the run is finished.
@@ -97,7 +119,7 @@ class _Watch:
             self.process.terminate()
         code = self.process.wait()
         if code == 0:
-            if not self._has_result():
+            if not within(VISIBLE_S, self._has_result):
                 return self._give_up("another run has been trained: the configuration changed since this submission")
             self._record("ended", reason="finished", exit_code=0)
             return 0
@@ -154,7 +176,8 @@ class _Watch:
     def _has_result(self) -> bool:
         # By the hash that its name ends in: the folder of a run that exists keeps its label.
         folder = Path(self.job.folder)
-        return not (self.first and self.job.folder) or any(folder.parent.glob(f"*{folder.name[-9:]}/result.json"))
+        results = folder.parent.glob(f"*{folder.name[-9:]}/result.json")
+        return not (self.first and self.job.folder) or any(file.stat().st_size > 0 for file in results)
 
     def _record(self, event: str, **facts: Any) -> None:
         if self.first and self.job.submission:
@@ -166,6 +189,14 @@ class _Watch:
 
     def _events(self) -> list[dict[str, Any]]:
         return read_events(Path(self.job.submission), self.job.index) if self.job.submission else []
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Whether a condition is met, at once or within some seconds."""
+    end = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(min(1.0, seconds))
+    return met
 
 
 def job_id() -> str:
@@ -233,8 +264,16 @@ def _node() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command: trains one run in a job that was written by hand."""
+    """The command: trains one run, of a submission or of a job that was written by hand."""
     overrides = tuple(sys.argv[1:] if arguments is None else arguments)
+    if overrides[:1] == ("--submission",):
+        try:
+            job = TrainingJob.of(Path(overrides[1]), int(os.environ.get("SLURM_ARRAY_TASK_ID", "0")))
+        except RunError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        job()
+        return
     TrainingJob(overrides, "", 0, "", True, max_restarts=50, max_timeouts=50, signal_before_end_s=120)()
 
 

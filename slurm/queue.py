@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from experiments.errors import RunError
 
@@ -100,34 +101,66 @@ def read_queue(users: Collection[str] = ()) -> dict[str, Job]:
     return jobs
 
 
+def owner(folder: Path) -> str:
+    """The name of who owns a folder, or the number of one whom this machine has no name for; squeue takes either."""
+    try:
+        return folder.owner()
+    except KeyError:
+        return str(folder.stat().st_uid)
+
+
 def read_accounts(job_ids: Collection[str]) -> dict[str, Job]:
     """The last state of jobs by the accounts; nothing where the cluster keeps none.
 
     Raises:
         SlurmError: where the accounts do not answer in time.
     """
-    if shutil.which("sacct") is None:
-        return {}
     jobs: dict[str, Job] = {}
     ids = sorted(set(job_ids))
     for start in range(0, len(ids), AT_ONCE):
-        which = f"--jobs={','.join(ids[start : start + AT_ONCE])}"
-        form = f"--format={','.join(_SACCT_FIELDS)}"
-        try:
-            text = run(["sacct", "--noheader", "--parsable2", "--allocations", which, form])
-        except SlurmTimeoutError:
-            raise
-        except SlurmError as error:
-            # "Slurm accounting storage is disabled", or the database is down: the queue and the run cards remain.
-            if re.search(r"accounting|slurmdbd|database", str(error), re.IGNORECASE):
-                return {}
-            raise
-        for line in text.splitlines():
-            identifier, state, nodes, code = line.split("|")[: len(_SACCT_FIELDS)]
+        for identifier, state, nodes, code in _read_sacct(f"--jobs={','.join(ids[start : start + AT_ONCE])}"):
             state, _, by = state.partition(" ")  # "CANCELLED by 1000"
             for one in expand(identifier):
                 jobs[one] = Job(one, state, nodes=nodes, reason=f"{by} exit code {code}".strip())
     return jobs
+
+
+def _read_sacct(*which: str) -> Iterator[list[str]]:
+    """The accounts' lines about some jobs, as cells; none where the cluster keeps no accounts."""
+    if shutil.which("sacct") is None:
+        return
+    form = f"--format={','.join(_SACCT_FIELDS)}"
+    try:
+        text = run(["sacct", "--noheader", "--parsable2", "--allocations", *which, form])
+    except SlurmTimeoutError:
+        raise
+    except SlurmError as error:
+        # "Slurm accounting storage is disabled", or the database is down: the queue and the run cards remain.
+        if re.search(r"accounting|slurmdbd|database", str(error), re.IGNORECASE):
+            return
+        raise
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        # Between them may stand what a site's wrapper prints.
+        if len(cells) >= len(_SACCT_FIELDS) and cells[0][:1].isdigit():
+            yield cells[: len(_SACCT_FIELDS)]
+
+
+def find_by_name(name: str, since: str) -> str | None:
+    """The id of the job or array of a name that no other has; None where neither the queue nor the accounts have it.
+
+    Args:
+        name: of the job.
+        since: the day before which it has not been submitted, `2026-11-29`.
+
+    Raises:
+        SlurmError: where SLURM does not answer, so that nobody knows.
+    """
+    listed = run(["squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%F"])
+    ids = re.findall(r"^\s*(\d+)\s*$", listed, re.MULTILINE)
+    if not ids:
+        ids = [cells[0].partition("_")[0] for cells in _read_sacct(f"--name={name}", f"--starttime={since}")]
+    return min(ids, key=int) if ids else None
 
 
 def read_jobs(job_ids: Collection[str], users: Collection[str] = ()) -> dict[str, Job]:
@@ -170,10 +203,35 @@ def run(words: Sequence[str], timeout: float = TIMEOUT_S) -> str:
     Raises:
         SlurmError: where it is not there, does not answer (`SlurmTimeoutError`), or refuses.
     """
+    done = call(words, timeout)
+    if done.returncode != 0:
+        raise SlurmError(f"{words[0]} refuses: {last_lines(done.stderr) or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def call(words: Sequence[str], timeout: float, text: str | None = None) -> "subprocess.CompletedProcess[str]":
+    """Runs one of SLURM's commands to its end, whatever its exit code.
+
+    Args:
+        words: the command and its arguments.
+        timeout: seconds.
+        text: its input.
+
+    Raises:
+        SlurmError: where it is not there, or does not answer (`SlurmTimeoutError`).
+    """
     environment = {name: value for name, value in os.environ.items() if not _CHANGES_THE_FORM.match(name)}
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=timeout, env=environment | {"LC_ALL": "C.UTF-8"}, check=False
+        return subprocess.run(
+            words,
+            input=text,
+            stdin=subprocess.DEVNULL if text is None else None,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout,
+            env=environment | {"LC_ALL": "C.UTF-8"},
+            check=False,
         )
     except FileNotFoundError:
         raise SlurmError(
@@ -184,10 +242,11 @@ def run(words: Sequence[str], timeout: float = TIMEOUT_S) -> str:
             f"SLURM has not answered {words[0]} within {timeout:g} s: its controller is busy or down "
             "(`scontrol ping`); try again later"
         ) from None
-    if done.returncode != 0:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise SlurmError(f"{words[0]} refuses: {'; '.join(lines[-2:]) or f'exit code {done.returncode}'}")
-    return done.stdout
+
+
+def last_lines(text: str) -> str:
+    """What a command says in the end, on one line."""
+    return "; ".join([line.strip() for line in text.splitlines() if line.strip()][-2:])
 
 
 def expand(identifier: str) -> Iterator[str]:

@@ -99,6 +99,8 @@ def _by_hash(known: Sequence[Submission]) -> dict[str, list[SubmittedRun]]:
     """The submitted runs by the digits that their folders end in, the oldest submission first."""
     tasks: dict[str, list[SubmittedRun]] = {}
     for submission in known:
+        if submission.array_job_id is None and (array := submission.id_of_events()) is not None:
+            submission = submission.with_id(array)
         for task in submission.tasks:
             if task.job_id is not None:
                 tasks.setdefault(task.hash[:8], []).append(SubmittedRun(submission, task))

@@ -1,13 +1,13 @@
 """What has become of a run, told from its folder and from SLURM together.
 
-Neither is enough. To SLURM a run whose Python raised has COMPLETED (submitit pickles the exception), and what a killed
-run wrote last is that it is running.
+Neither is enough. SLURM does not know what a run has reached, and what a killed run wrote last is that it is running.
 """
 
 import json
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +44,9 @@ _ENDS = {
     "DEADLINE": "killed at its deadline",
 }
 _TAIL = 8192
+# What another machine has written is seen here only after so long, as network file systems go: the name or the size of
+# a file comes first, its content later.
+VISIBLE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,10 @@ def _judge(
     if event.get("event") == "cancelled" or (end or "").startswith("CANCELLED"):
         return "cancelled", ""
     why = event.get("reason", "") if event.get("event") == "ended" else ""
+    if why == "finished":
+        if (datetime.now(UTC) - _time(event["time"])).total_seconds() < VISIBLE_S:
+            return "running", "has ended; its result is not to be seen from here yet"
+        return "lost", "its job says that it has finished, and there is no result.json: submit it again"
     if wrote == "interrupted":
         stopped = why or ("stopped at the time limit" if end == "TIMEOUT" else "stopped with a checkpoint")
         return "interrupted", f"{stopped}; submit again to go on"
@@ -301,6 +308,10 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
+        with suppress(OSError):
+            status = path.stat()
+            if status.st_size == 0 and time.time() - status.st_mtime < VISIBLE_S:
+                return None  # another machine is writing it
         raise _damaged(path, " ".join(str(error).split())) from error
     if not isinstance(content, dict):
         raise _damaged(path, f"it holds a {type(content).__name__}")

@@ -22,7 +22,7 @@ from experiments.command import finish
 from experiments.errors import RunError
 from experiments.train import say
 
-from .queue import SlurmError, read_jobs
+from .queue import SlurmError, owner, read_jobs
 from .selection import SelectedRun, select
 from .state import FAILED, OVER, STATES, RunStatus, job_by_hand, status_of
 
@@ -44,7 +44,7 @@ def statuses(runs: Sequence[SelectedRun]) -> tuple[list[RunStatus], str | None]:
     by_hand = {job: run for run in runs if (job := job_by_hand(run)) is not None}
     ids = [*(task.job_id for run in runs for task in run.tasks), *by_hand]
     folders = {task.submission.folder for run in runs for task in run.tasks} | {run.folder for run in by_hand.values()}
-    users = {folder.owner() for folder in folders}
+    users = {owner(folder) for folder in folders}
     try:
         jobs = read_jobs(ids, users) if ids else {}
     except SlurmError as error:

@@ -1,6 +1,6 @@
 """Submissions: one folder for each, `<paths.runs>/.submissions/<UTC yyyymmdd-hhmmss>-<8 hex>/`.
 
-In the folder: submitit's scripts, pickles and logs; `submission.json` (`Submission`), whole at any time; and
+In the folder: `submission.sh`, the script; the jobs' logs; `submission.json` (`Submission`), whole at any time; and
 `events-<index>.jsonl`, what happened to each run's job: one object a line with `time`, `event` ("started", "stopped",
 "requeued", "ended"), `reason`, `exit_code`, `restart` (how often SLURM has started the job again), `node`.
 """
@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Submission:
-    """One array of jobs. `array_job_id` is None until SLURM has given it."""
+    """One array of jobs.
+
+    Attributes:
+        folder: of the submission.
+        created: when, before SLURM was asked (ISO 8601, UTC).
+        command: the shell command that made it.
+        cluster: the cluster's configuration.
+        array_job_id: None until it is known.
+        tasks: the runs.
+        answer: what sbatch printed when it took the jobs; None where it has not said that it did.
+    """
 
     folder: Path
     created: str
@@ -55,6 +65,7 @@ class Submission:
     cluster: dict[str, Any]
     array_job_id: str | None
     tasks: list[Task]
+    answer: str | None = None
 
     @property
     def job_name(self) -> str:
@@ -67,10 +78,24 @@ class Submission:
         del content["folder"]
         write_json(self.folder / "submission.json", content)
 
-    def with_ids(self, array_job_id: str, job_ids: list[str]) -> "Submission":
-        """The same with the ids that SLURM has given."""
-        tasks = [Task(**(asdict(task) | {"job_id": one})) for task, one in zip(self.tasks, job_ids, strict=True)]
-        return Submission(self.folder, self.created, self.command, self.cluster, array_job_id, tasks)
+    def with_id(self, array_job_id: str) -> "Submission":
+        """The same with the id that SLURM has given the array, or the one job."""
+        ids = [f"{array_job_id}_{task.index}" for task in self.tasks] if len(self.tasks) > 1 else [array_job_id]
+        tasks = [replace(task, job_id=one) for task, one in zip(self.tasks, ids, strict=True)]
+        return replace(self, array_job_id=array_job_id, tasks=tasks)
+
+    def id_of_events(self) -> str | None:
+        """The id by what the jobs that have started wrote down."""
+        for task in self.tasks:
+            for event in read_events(self.folder, task.index):
+                if event.get("job_id"):
+                    return str(event["job_id"]).partition("_")[0]
+        return None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since SLURM was asked."""
+        return (datetime.now(UTC) - datetime.fromisoformat(self.created)).total_seconds()
 
     @classmethod
     def read(cls, folder: Path) -> "Submission":

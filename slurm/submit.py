@@ -9,19 +9,17 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from submitit.core.utils import FailedJobError, FailedSubmissionError
-from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
+from submitit.slurm.slurm import _make_sbatch_string
 
 from experiments.command import finish
 from experiments.errors import RunError
@@ -30,8 +28,7 @@ from experiments.train import say
 
 from . import cluster as clusters
 from .cluster import ClusterConfig
-from .job import TrainingJob
-from .queue import SlurmError, read_queue
+from .queue import SlurmError, SlurmTimeoutError, call, find_by_name, last_lines, read_queue
 from .submission import Submission, Task, new_folder, one_at_a_time, submissions
 from .sweep import PlannedRun, plan
 
@@ -42,6 +39,12 @@ _OF_A_JOB = re.compile(
     r"|(MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|GROUP_RANK|NODE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|SUBMITIT_EXECUTOR)$"
     r"|SINKFORMER_RUN_FOLDER$"
 )
+# sbatch waits for a busy controller in its own time; after so long it is not waited for.
+SBATCH_TIMEOUT_S = 180.0
+# So long after sbatch has failed to say whether it took the jobs, they may still appear in the queue.
+UNCLEAR_S = 600.0
+# Of what sbatch prints where it did not get an answer, and the controller may have taken the jobs all the same.
+_NO_ANSWER = re.compile(r"time[d-]? ?out|connect|contact|communicat|transmit|transport|socket|0 bytes", re.IGNORECASE)
 Parameters = dict[str, Any]
 
 
@@ -117,23 +120,37 @@ def states_of(runs: Sequence[PlannedRun], folder: Path) -> list[str]:
     for submission in submissions(folder):
         if submission.array_job_id is None:
             submission = _found_again(submission)
+        if submission.array_job_id is None and _may_be_queued(submission):
+            queued |= {task.hash for task in submission.tasks}
         queued |= {task.hash for task in submission.tasks if task.job_id in alive}
     return ["finished" if run.run.finished else "queued" if run.run.hash in queued else "missing" for run in runs]
 
 
 def _found_again(submission: Submission) -> Submission:
-    """A submission whose submitter died before it could write the jobs' ids down, with those ids."""
-    words = ["squeue", "--noheader", "--me", f"--name={submission.job_name}", "--format=%F"]
-    found = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
-    if not found:
+    """A submission of which nobody knows the id, with the id where its jobs tell it by their name or their events."""
+    array = submission.id_of_events() or find_by_name(submission.job_name, submission.created[:10])
+    if array is None:
         return submission
-    submission = submission.with_ids(found[0], _job_ids(found[0], len(submission.tasks)))
+    submission = submission.with_id(array)
     submission.write()
     return submission
 
 
-def _job_ids(array: str, number: int) -> list[str]:
-    return [f"{array}_{index}" for index in range(number)] if number > 1 else [array]
+def _may_be_queued(submission: Submission) -> bool:
+    """Whether jobs that nobody has seen may be there all the same; says so."""
+    if submission.answer is not None:
+        say(
+            f"warning: sbatch took the jobs of {submission.folder} and answered {submission.answer!r}, which names no "
+            f"job; nor is there one of the name {submission.job_name}. Its runs count as queued: where they are not, "
+            "move that folder away"
+        )
+        return True
+    if (left := UNCLEAR_S - submission.age_s) > 0:
+        say(
+            f"warning: sbatch did not say whether it took the jobs of {submission.folder}; they are not in the queue "
+            f"yet, and count as queued for {left / 60:.0f} more minutes. The same line again after that submits them"
+        )
+    return left > 0
 
 
 def parameters(cluster: ClusterConfig, number: int, parallelism: int | None) -> Parameters:
@@ -161,7 +178,10 @@ def parameters(cluster: ClusterConfig, number: int, parallelism: int | None) -> 
         "setup": setup,
         # Since 22.05 srun does not take the number of cores over from the job.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={cluster.cpus_per_task}"],
-        "additional_parameters": {**options, **cluster.sbatch},
+        # An option that is false is left out: sbatch has none with that value.
+        "additional_parameters": {
+            key: value for key, value in {**options, **cluster.sbatch}.items() if value not in (False, None)
+        },
     }
     given = {key: value for key, value in wanted.items() if value is not None}
     return given | {"wckey": None}  # submitit's own is refused where a cluster keeps a list of them
@@ -175,7 +195,7 @@ def python(cluster: ClusterConfig) -> str:
 
 def script(cluster: ClusterConfig, number: int, parallelism: int | None, folder: Path) -> str:
     """What sbatch would be given, for a submission in this folder."""
-    command = f"{python(cluster)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    command = f"{python(cluster)} -u -m slurm.job --submission {shlex.quote(str(folder))}"
     return _make_sbatch_string(
         command=command,
         folder=folder,
@@ -191,7 +211,7 @@ def _test(wanted: Parameters, number: int, runs: Path) -> None:
     words = ["sbatch", "--test-only", "--output=/dev/null", "--error=/dev/null"]
     if number > 1:
         words.append(f"--array=0-{number - 1}")
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    done = call(words, SBATCH_TIMEOUT_S, text)
     if done.returncode != 0:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         raise RunError(f"SLURM would not take these jobs: {'; '.join(lines) or done.returncode}")
@@ -207,31 +227,67 @@ def _submit(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     command = shlex.join(["python", "-m", "slurm.submit", *words])
     submission = Submission(place, created, command, asdict(cluster), None, tasks)
+    file = place / "submission.sh"
+    file.write_text(script(cluster, len(runs), parallelism, place), encoding="utf-8")
     submission.write()  # before there are jobs: one that nobody has written down could be submitted twice
-    executor = SlurmExecutor(place, python=python(cluster))
-    executor.update_parameters(job_name=submission.job_name, **parameters(cluster, len(runs), parallelism))
     try:
-        with executor.batch():
-            jobs = [executor.submit(_job(task, place, cluster)) for task in tasks]
-    except (FailedJobError, FailedSubmissionError) as error:
-        shutil.rmtree(place)
-        raise RunError(f"SLURM has refused: {' '.join(str(error).split())}") from error
-    submission = submission.with_ids(jobs[0].job_id.partition("_")[0], [job.job_id for job in jobs])
+        done = call(["sbatch", "--parsable", str(file)], SBATCH_TIMEOUT_S)
+        if done.returncode != 0:
+            reason = last_lines(done.stderr) or f"exit code {done.returncode}"
+            return _unless_refused(submission, reason, _NO_ANSWER.search(reason) is None)
+    except SlurmTimeoutError as error:
+        return _unless_refused(submission, str(error), False)
+    # The jobs are there: from here on, nothing takes the folder away.
+    submission = replace(submission, answer=done.stdout.strip())
     submission.write()
-    return submission
+    array = array_id(done.stdout)
+    if array is not None:
+        submission = submission.with_id(array)
+        submission.write()
+        return submission
+    try:
+        return _found_again(submission)
+    except SlurmError as error:
+        say(f"warning: {error}")
+        return submission
 
 
-def _job(task: Task, place: Path, cluster: ClusterConfig) -> TrainingJob:
-    return TrainingJob(
-        overrides=tuple(task.overrides),
-        submission=str(place),
-        index=task.index,
-        folder=task.folder,
-        requeue=cluster.requeue,
-        max_restarts=cluster.max_restarts,
-        max_timeouts=cluster.max_timeouts,
-        signal_before_end_s=cluster.signal_before_end_s,
+def _unless_refused(submission: Submission, reason: str, answered: bool) -> Submission:
+    """A submission whose sbatch has failed, where its jobs are there all the same.
+
+    Args:
+        submission: as it was written.
+        reason: what sbatch said.
+        answered: whether that was SLURM's answer, and not that there was none.
+
+    Raises:
+        RunError: where they are not: SLURM has refused them, or it is not clear.
+    """
+    found = submission
+    try:
+        found = _found_again(submission)
+    except SlurmError as error:
+        reason, answered = f"{reason}; {error}", False
+    if found.array_job_id is not None:
+        say(f"warning: sbatch said {reason!r}, and SLURM has taken the jobs all the same")
+        return found
+    if answered:
+        shutil.rmtree(submission.folder)
+        raise RunError(f"SLURM has refused: {reason}")
+    raise RunError(
+        f"it is not clear whether SLURM has taken these jobs ({reason}): give the same line again in some minutes. It "
+        f"looks for them by their name, {submission.job_name}, and submits none twice"
     )
+
+
+def array_id(answer: str) -> str | None:
+    """The id in what sbatch prints, `77`, `77;cluster` or `Submitted batch job 77` on a line; None where unclear.
+
+    A site's wrapper may print more, numbers among it.
+    """
+    plain = re.findall(r"^\s*(\d+)(?:;\S*)?\s*$", answer, re.MULTILINE)
+    found = set(plain or re.findall(r"\bSubmitted batch job (\d+)", answer))
+    return found.pop() if len(found) == 1 else None
 
 
 @contextmanager
@@ -308,11 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if submission is None:
         print("nothing to submit")
         return
+    array = submission.array_job_id
     print(
-        f"submitted {len(submission.tasks)} runs as job {submission.array_job_id}\n"
+        f"submitted {len(submission.tasks)} runs as job {array or f'of the name {submission.job_name}'}\n"
         f"folder: {submission.folder}\n"
         f"watch:  python -m slurm.status {submission.folder.name}\n"
-        f"        squeue --job {submission.array_job_id}"
+        f"        squeue {f'--job {array}' if array else f'--me --name={submission.job_name}'}"
     )
 
 

@@ -60,8 +60,13 @@ class Upload:
         return self.log.stat().st_size
 
     def done(self) -> bool:
-        """Whether all of it has been uploaded."""
-        return _read(self.marker).get(self.id) == {"folder": self.folder.name, "bytes": self.size}
+        """Whether all of it has been uploaded, and wandb has confirmed it."""
+        known = _read(self.marker).get(self.id)
+        return known == {"folder": self.folder.name, "bytes": self.size} and bool(self.confirmations())
+
+    def confirmations(self) -> list[Path]:
+        """The marks that wandb leaves beside a log once the server has taken all of it."""
+        return list(self.folder.glob("*.wandb.synced"))
 
     def note_done(self, size: int) -> None:
         """Writes down that its first `size` bytes have been uploaded."""
@@ -107,7 +112,7 @@ def sync(runs: Sequence[Path], dry_run: bool = False) -> tuple[int, int]:
             continue
         size = upload.size
         try:
-            _upload(upload.folder)
+            _upload(upload)
         except RunError as error:
             say(f"error: {upload.folder}: {error}")
             failed, in_a_row = failed + 1, in_a_row + 1
@@ -118,7 +123,7 @@ def sync(runs: Sequence[Path], dry_run: bool = False) -> tuple[int, int]:
             in_a_row = 0
     if failed:
         stopped = f"; given up after {in_a_row} in a row" if in_a_row == IN_A_ROW else ""
-        raise RunError(f"{failed} of {len(ready)} runs could not be uploaded{stopped}")
+        raise RunError(f"{failed} of {len(ready)} runs could not be uploaded{stopped}; the same again tries these anew")
     return len(ready), len(waiting) - len(ready)
 
 
@@ -152,20 +157,41 @@ def wandb_command() -> list[str]:
     return [str(Path(sys.executable).with_name("wandb"))]
 
 
-def _upload(folder: Path) -> None:
-    words = [*wandb_command(), "sync", "--include-synced", str(folder)]
+def _upload(upload: Upload) -> None:
+    """Has wandb upload a run. Its exit code is 0 where the server refuses too: only its mark counts.
+
+    Raises:
+        RunError: where wandb does not confirm it, with what it or the server says.
+    """
+    if upload.size == 0:
+        raise RunError("its log is empty: the run was ended before wandb wrote anything, or the disk was full")
+    for mark in upload.confirmations():  # of an upload before
+        mark.unlink()
+    words = [*wandb_command(), "sync", "--include-synced", str(upload.folder)]
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=UPLOAD_TIMEOUT_S, check=False
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=UPLOAD_TIMEOUT_S,
+            check=False,
+            # Where this process is itself one of wandb's, the upload is not to be given to that one's service.
+            env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
         )
     except subprocess.TimeoutExpired:
-        raise RunError(
-            f"{folder}: not uploaded within {UPLOAD_TIMEOUT_S / 60:g} minutes; the same again later"
-        ) from None
-    if done.returncode != 0:
-        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        said = without_keys("; ".join(lines[-2:])) or f"exit code {done.returncode}"
+        raise RunError(f"not uploaded within {UPLOAD_TIMEOUT_S / 60:g} minutes") from None
+    if done.returncode != 0 or not upload.confirmations():
+        said = _said(done.stdout + done.stderr) or f"exit code {done.returncode}, and no reason given: perhaps the key"
         raise RunError(f"wandb does not upload it: {said}")
+
+
+def _said(output: str) -> str:
+    """What wandb objects to: its errors, or else what it says last."""
+    lines = [line.strip().removeprefix("wandb:").strip() for line in output.splitlines()]
+    errors = [line.removeprefix("ERROR").strip() for line in lines if line.startswith("ERROR")]
+    found = [line for line in errors if line not in ("", "<no message>")] or [line for line in lines if line][-2:]
+    return without_keys("; ".join(dict.fromkeys(found)))
 
 
 def without_keys(words: str) -> str:

@@ -18,6 +18,7 @@ from torchvision.datasets.utils import download_url
 
 from ..errors import RunError
 from ..files import write_atomic
+from ..progress import for_terminals
 
 #: The largest file that is read out of an archive; no text of these data sets comes near it.
 LARGEST_MEMBER = 1 << 30
@@ -145,7 +146,8 @@ def fetch_url(urls: Sequence[str], folder: Path, md5: str | None = None) -> Path
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         for url in urls:
             try:
-                download_url(url, temporary, target.name, md5)
+                with for_terminals():
+                    download_url(url, temporary, target.name, md5)
             except (urllib.error.URLError, RuntimeError, OSError) as error:
                 failures.append(f"{url}: {error}")
             else:

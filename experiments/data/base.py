@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import shlex
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -225,6 +226,12 @@ def data_folder(folder: str | Path) -> Path:
             f"the data folder paths.data={folder} is not there: make it, or correct the path (the default is data)"
         )
     return path
+
+
+def prepare_command(data_set: str, folder: str | Path, more: str = "") -> str:
+    """The command that prepares a data set in the folder in which it was looked for."""
+    where = "" if Path(folder) == Path("data") else f" --folder {shlex.quote(str(folder))}"
+    return f"python -m experiments.data.prepare {data_set}{more}{where}"
 
 
 def cached(path: Path, build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

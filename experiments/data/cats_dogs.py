@@ -1,8 +1,9 @@
 """Kaggle's Dogs vs Cats: 25,000 photographs, as the archive of the competition or Microsoft's PetImages has them.
 
 Prepared are, in `cats_dogs/` of the folder of all data: `photos-<hash>.bin`, all files that can be decoded, byte for
-byte; `index.json`, their names, labels and places, and the files that were left out, each with its reason;
-`errors.tsv`, these once more, to read. The source is only read.
+byte, each content once, whatever names it has (or its copies would lie in several splits); `index.json`, their names,
+labels and places, and the files that were left out, each with its reason; `errors.tsv`, these once more, to read. The
+source is only read.
 """
 
 import hashlib
@@ -18,17 +19,17 @@ import numpy as np
 from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from rich.console import Console
-from rich.progress import track
 
 from ..errors import RunError
 from ..files import write_atomic, write_json
+from ..progress import tracked
 from .archives import read_members
-from .base import SPLITS, DataModule, data_folder, hash_arrays, stratified_split
+from .base import SPLITS, DataModule, data_folder, hash_arrays, prepare_command, stratified_split
 from .fractions import nested_order, subset_size
 from .photos import PhotoBatches, PhotoError, PhotoStore, check_cache, decode, no_photos
 
-#: Changes whenever the prepared files of the same source would.
-FORMAT = 1
+#: Changes whenever the prepared files of the same source would, or the pixels that are read from them.
+FORMAT = 2
 CLASSES = ("cat", "dog")
 FRACTIONS = (0.01, 0.1, 0.25, 1.0)
 NOTICE = (
@@ -117,6 +118,7 @@ def prepare(folder: Path, archive: Path | None = None, *, jobs: int | None = Non
 def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
     errors: dict[str, str] = {}
     entries: dict[str, _Entry] = {}
+    places: dict[str, int] = {}
     temporary = root / ".photos.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -124,7 +126,7 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
                 delayed(_examine)(name, content) for name, content in _members(root, source)
             )
             console = Console(stderr=True, quiet=quiet)
-            for name, content, reason in track(work, "decoding photographs", console=console, transient=True):
+            for name, content, reason in tracked(work, "decoding photographs", console=console):
                 digest, label = hashlib.sha256(content).hexdigest(), label_of(PurePosixPath(name))
                 if reason is not None or label is None:
                     errors[name] = reason or "neither a cat nor a dog by its name or folder"
@@ -134,17 +136,23 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
                     if entries[short].digest != digest:
                         errors[name] = f"another photograph has the name {short}"
                     continue
-                entries[short] = _Entry(label, file.tell(), len(content), digest)
-                file.write(content)
+                if digest not in places:
+                    places[digest] = file.tell()
+                    file.write(content)
+                entries[short] = _Entry(label, places[digest], len(content), digest)
             file.flush()
             os.fsync(file.fileno())
+        for names, reason in _copies(entries):
+            for name in names:
+                del entries[name]
+                errors[name] = reason
         labels = {entry.label for entry in entries.values()}
         if labels != {0, 1}:
             raise no_photos(source, [name for label, name in enumerate(CLASSES) if label not in labels], EXPECTED)
         names = sorted(entries)
         ordered = [entries[name] for name in names]
         summary = "".join(f"{name}\t{entries[name].label}\t{entries[name].digest}\n" for name in names)
-        content_hash = hashlib.sha256(summary.encode()).hexdigest()
+        content_hash = hashlib.sha256(f"format {FORMAT}\n{summary}".encode()).hexdigest()
         file_name = f"photos-{content_hash[:16]}.bin"
         os.replace(temporary, root / file_name)
     finally:
@@ -164,6 +172,24 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
         if content_hash[:16] not in path.name:
             path.unlink()
     return index
+
+
+def _copies(entries: dict[str, _Entry]) -> list[tuple[list[str], str]]:
+    """Of photographs that are the same byte for byte the names that are left out, and why: all but the first by name.
+
+    Where one is called a cat and another a dog, nobody knows what it is, and none of them stays.
+    """
+    same: dict[str, list[str]] = {}
+    for name in sorted(entries):
+        same.setdefault(entries[name].digest, []).append(name)
+    left_out = []
+    for names in same.values():
+        first, *others = names
+        if len({entries[name].label for name in names}) > 1:
+            left_out.append((names, f"the same photograph is a cat and a dog: {', '.join(names)}"))
+        elif others:
+            left_out.append((others, f"the same photograph as {first}, which counts once"))
+    return left_out
 
 
 def _members(root: Path, source: Path) -> Iterator[tuple[str, bytes]]:
@@ -217,7 +243,8 @@ def read_index(root: Path) -> Index | None:
         size = (root / index.file).stat().st_size
     except (OSError, ValueError, TypeError):
         return None
-    return index if index.format == FORMAT and size == sum(index.lengths) else None
+    end = max(map(sum, zip(index.offsets, index.lengths, strict=True)), default=0)
+    return index if index.format == FORMAT and size >= end else None
 
 
 def _report(root: Path, index: Index) -> Report:
@@ -290,7 +317,7 @@ class CatsDogs(DataModule):
         if index is None:
             raise FileNotFoundError(
                 f"data=cats_dogs: {self.root} holds no prepared photographs: run "
-                "`python -m experiments.data.prepare cats_dogs --archive FILE`, or take experiment=cats_dogs_standin, "
+                f"`{prepare_command('cats_dogs', folder, ' --archive FILE')}`, or take experiment=cats_dogs_standin, "
                 "which needs no download"
             )
         self.index, self.fraction = index, fraction

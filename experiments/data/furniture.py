@@ -23,13 +23,13 @@ import numpy as np
 from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from rich.console import Console
-from rich.progress import track
 from trimesh import Trimesh
 
 from ..errors import RunError
 from ..files import sync_folder, write_atomic
+from ..progress import tracked
 from .archives import UNREADABLE
-from .base import data_folder
+from .base import data_folder, prepare_command
 from .clouds import CloudData
 from .meshes import CloudReport, prepare_clouds, read_report
 from .off import OffError
@@ -435,7 +435,7 @@ def _build(
     )
     console = Console(stderr=True, quiet=quiet)
     errors: dict[str, str] = {}
-    for found in track(work, f"reading {len(models):,} models", len(shards), console=console):
+    for found in tracked(work, f"reading {len(models):,} models", len(shards), console=console):
         errors |= found
     by_file = {Path(name).name: name for name in names}
     report = prepare_clouds(meshes, building / target.name, num_points, seed, jobs=jobs, quiet=quiet)
@@ -483,7 +483,7 @@ class Furniture(CloudData):
         path = clouds_path(folder)
         missing = (
             "install Debian's package with `apt-get install sweethome3d-furniture`, then run "
-            "`python -m experiments.data.prepare furniture`"
+            f"`{prepare_command('furniture', folder)}`"
         )
         super().__init__(path, missing, val_size=val_size, split_seed=split_seed, **options)
         with h5py.File(path) as file:

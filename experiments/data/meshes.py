@@ -22,10 +22,10 @@ import numpy as np
 from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from rich.console import Console
-from rich.progress import track
 
 from ..errors import RunError
 from ..files import sync_folder, write_atomic
+from ..progress import tracked
 from ..seeding import stream_seed
 from .archives import UNREADABLE
 from .off import OffError, read_off, sample_surface
@@ -166,7 +166,7 @@ def prepare_clouds(
             delayed(_sample_shard)(source, shard, path, num_points, seed) for shard, path in missing
         )
         console = Console(stderr=True, quiet=quiet)
-        for _ in track(
+        for _ in tracked(
             work, f"sampling {len(meshes):,} meshes", len(shards), len(shards) - len(missing), console=console
         ):
             pass

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets.mnist import read_image_file, read_label_file
 
-from .base import data_folder, stratified_split
+from .base import data_folder, prepare_command, stratified_split
 from .images import ImageData
 
 FILES = (
@@ -52,7 +52,7 @@ class MNIST(ImageData):
         missing = [name for name in FILES if not (raw / name).is_file()]
         if missing:
             raise FileNotFoundError(
-                f"data=mnist: {', '.join(missing)} not found in {raw}: run `python -m experiments.data.prepare mnist`, "
+                f"data=mnist: {', '.join(missing)} not found in {raw}: run `{prepare_command('mnist', folder)}`, "
                 "or take data=mnist5k, which needs no download"
             )
         images, labels = read_part(raw, "train")

@@ -9,7 +9,8 @@ from typing import Any
 from torchvision.datasets.utils import download_url
 
 from ..errors import RunError
-from .base import data_folder
+from ..progress import for_terminals
+from .base import data_folder, prepare_command
 from .clouds import CloudData
 from .meshes import CloudReport, prepare_clouds
 
@@ -76,7 +77,8 @@ def _fetch(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         for mirror in MIRRORS:
             try:
-                download_url(f"{mirror}{ARCHIVE}", temporary, ARCHIVE)
+                with for_terminals():
+                    download_url(f"{mirror}{ARCHIVE}", temporary, ARCHIVE)
             except (urllib.error.URLError, RuntimeError, OSError) as error:
                 failures.append(f"{mirror}: {error}")
             else:
@@ -99,4 +101,4 @@ class ModelNet40(CloudData):
     name = "modelnet40"
 
     def __init__(self, folder: str, **options: Any) -> None:
-        super().__init__(clouds_path(folder), "run `python -m experiments.data.prepare modelnet40`", **options)
+        super().__init__(clouds_path(folder), f"run `{prepare_command('modelnet40', folder)}`", **options)

@@ -17,9 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from filelock import FileLock
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import RandomResizedCrop
@@ -27,10 +26,14 @@ from torchvision.transforms.v2 import functional as transforms
 
 from ..errors import RunError
 from ..files import explain_full_disk, sync_folder
+from ..progress import tracked
 from ..seeding import stream_seed
 from .base import Batch, SampleKey
 
 CACHES = ("auto", "arrays", "none")
+#: What shows where a picture is transparent: white, as on paper.
+BACKGROUND = (255, 255, 255, 255)
+_NOT_MULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 
 
 class PhotoError(ValueError):
@@ -38,7 +41,7 @@ class PhotoError(ValueError):
 
 
 def decode(content: bytes) -> Image.Image:
-    """The whole image in RGB, whatever its name says; the orientation that Exif may give is not applied.
+    """The whole image as it is meant to be seen, in 8-bit RGB, whatever its name says: see `to_rgb`.
 
     Bytes after the end of the image are no fault, nor is a JPEG without a JFIF header.
 
@@ -53,13 +56,48 @@ def decode(content: bytes) -> Image.Image:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             with Image.open(io.BytesIO(content)) as image:
-                return image.convert("RGB")
+                return to_rgb(image)
         except UnidentifiedImageError as error:
             raise PhotoError("no image, or cut off within its header") from error
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise PhotoError(f"too large to be a photograph: {error}") from error
         except Exception as error:  # whatever Pillow's decoders raise on damaged bytes
             raise PhotoError(f"cannot be decoded: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An image of any of Pillow's modes in 8-bit RGB with the same pattern, turned upright, its first frame.
+
+    Transparent pixels show `BACKGROUND`, not the colours that may be hidden there. Of 16-bit images the whole range
+    becomes that of a byte; of 32-bit ones, which have no range of their own, the smallest of 0..1 (of fractions),
+    0..255 and 0..65535 that holds the values, or else from the least to the largest.
+    """
+    image.load()
+    with suppress(Exception):  # whatever Pillow raises of damaged Exif data, of which the pixels know nothing
+        image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        return _grey(image).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    colours = image.convert(_NOT_MULTIPLIED.get(image.mode, image.mode)).convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", colours.size, BACKGROUND), colours).convert("RGB")
+
+
+def _grey(image: Image.Image) -> Image.Image:
+    """An image of one channel of more than a byte in bytes."""
+    values = np.asarray(image).astype(np.float64)
+    hidden = ~np.isfinite(values)
+    if isinstance(transparent := image.info.get("transparency"), int):
+        hidden |= values == transparent
+    shown = values[~hidden] if not hidden.all() else np.zeros(1)
+    low, high = float(shown.min()), float(shown.max())
+    if image.mode not in ("I", "F"):
+        low, high = 0.0, 65535.0
+    elif low >= 0 and high <= 65535:
+        tops = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+        low, high = 0.0, next(top for top in tops if high <= top)
+    scaled = np.round((np.where(hidden, low, values) - low) * (255 / ((high - low) or 1.0)))
+    return Image.fromarray(np.where(hidden, BACKGROUND[0], scaled).astype(np.uint8))
 
 
 def resized(image: Image.Image, size: int) -> np.ndarray:
@@ -133,7 +171,7 @@ class PhotoStore:
         array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
         console = Console(stderr=True, quiet=quiet)
         rows: Iterable[int] = range(len(self))
-        for row in track(rows, f"decoding {len(self):,} photographs", len(self), console=console, transient=True):
+        for row in tracked(rows, f"decoding {len(self):,} photographs", len(self), console=console):
             array[row] = resized(self.image(row), size)
         array.flush()
         os.replace(temporary, target)

@@ -19,6 +19,7 @@ from torchvision.datasets.utils import download_url
 from ..command import finish
 from ..errors import RunError
 from ..files import explain_full_disk, write_atomic
+from ..progress import at_work, for_terminals
 from . import cats_dogs, furniture, home_assistant, imdb, iwslt14, mnist, mnist5k, modelnet40, movie_sentences
 from .archives import UNREADABLE
 from .text import TextReport
@@ -116,7 +117,8 @@ def _fetch(temporary: Path, names: Sequence[str], raw: Path) -> Path:
         failures = []
         for mirror in TorchvisionMNIST.mirrors:
             try:
-                download_url(f"{mirror}{name}.gz", str(temporary), f"{name}.gz", checksums[name])
+                with for_terminals():
+                    download_url(f"{mirror}{name}.gz", str(temporary), f"{name}.gz", checksums[name])
                 break
             except (urllib.error.URLError, RuntimeError, OSError) as error:
                 failures.append(f"{mirror}: {error}")
@@ -208,7 +210,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.jobs is not None and options.jobs < 1:
         parser.error(f"--jobs must be at least 1; got {options.jobs}")
     try:
-        with explain_full_disk(f"{options.data_set} is not complete"):
+        with (
+            explain_full_disk(f"{options.data_set} is not complete"),
+            at_work(f"preparing {options.data_set}", quiet=sys.stderr.isatty()),
+        ):
             print(DATA_SETS[options.data_set](options.folder, options.archive, **given))
     except (RunError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,11 +7,11 @@ from importlib.metadata import version
 
 import sentencepiece
 from joblib import Parallel, cpu_count, delayed
-from rich.progress import track
 from subword_nmt.apply_bpe import BPE  # type: ignore[import-untyped]
 from subword_nmt.learn_bpe import learn_bpe  # type: ignore[import-untyped]
 
 from ..errors import RunError
+from ..progress import tracked
 from .moses import tokenize
 from .text import Columns, Dropped, Made, Stages, empty_side, keep
 
@@ -39,7 +39,7 @@ def moses_tokens(lines: Sequence[str], language: str, stages: Stages, jobs: int 
     # Few lines are done before another process would have started.
     processes = min(jobs or cpu_count(), 1 + len(lines) // _LINES_PER_PROCESS)
     work = Parallel(n_jobs=processes, return_as="generator")(delayed(tokenize)(chunk, language) for chunk in chunks)
-    shown = track(work, f"tokens of {len(lines):,} lines ({language})", len(chunks), console=stages.console)
+    shown = tracked(work, f"tokens of {len(lines):,} lines ({language})", len(chunks), console=stages.console)
     return [line for chunk in shown for line in chunk]
 
 
@@ -98,7 +98,7 @@ def joint_bpe(parts: dict[str, Columns], languages: Sequence[str], merges: int, 
         part: {
             language: [
                 segment.process_line(line)
-                for line in track(columns[language], f"pieces of {part}.{language}", console=stages.console)
+                for line in tracked(columns[language], f"pieces of {part}.{language}", console=stages.console)
             ]
             for language in languages
         }
@@ -160,7 +160,7 @@ def pieces(parts: dict[str, Columns], size: int, lower_case: bool, stages: Stage
     made: dict[str, Columns] = {}
     dropped = Dropped()
     for part, columns in parts.items():
-        shown = track(columns["text"], f"pieces of {part}", console=stages.console)
+        shown = tracked(columns["text"], f"pieces of {part}", console=stages.console)
         encoded = [" ".join(processor.Encode(line, out_type=str)) for line in shown]
         # A line of invisible characters alone has no pieces.
         made[part] = keep(

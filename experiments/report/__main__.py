@@ -236,6 +236,8 @@ def _nothing(paths: Sequence[Path], problems: Sequence[Problem]) -> str:
     if not problems:
         return f"no run under {where}: train one with python -m experiments.train experiment=mnist_patches"
     first = problems[0]
+    if len(problems) == 1 and [path.absolute() for path in paths] == [first.folder.absolute()]:
+        return f"{where} is no finished run ({first.state}: {first.reason})"
     count = f"{len(problems)} do not count, the first" if len(problems) > 1 else "the only one"
     return f"no finished run under {where}: {count} is {path_words(first.folder)} ({first.state}: {first.reason})"
 

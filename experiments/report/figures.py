@@ -132,7 +132,7 @@ def _panel(axes: Axes, cells: Sequence[Cell], results: Results, measure: Measure
         x = [(places.index(cell.place[0]) if swept else 0) + shift for cell in ours]
         shown = [results.shown(cell, measure) for cell in ours]
         marker = MARKERS[index % len(MARKERS)]
-        _line(axes, x, [numbers.values for numbers in shown], colour, marker, attention)
+        _line(axes, x, [numbers.values for numbers in shown], colour, marker, attention, _ordered(places))
         _dots(axes, x, shown, colour, marker, attention, results.quantity)
     if swept:
         axes.set_xticks(range(len(places)), [plain(place_label(results.axes[0], place)) for place in places])
@@ -147,8 +147,19 @@ def _panel(axes: Axes, cells: Sequence[Cell], results: Results, measure: Measure
     axes.grid(axis="y", color="#8a8f98", alpha=0.3, linewidth=0.6)
 
 
+def _ordered(places: Sequence[Setting]) -> bool:
+    """Whether there is something between one place and the next, as between numbers; data sets have no such order."""
+    return all(isinstance(place, int | float) and not isinstance(place, bool) for place in places)
+
+
 def _line(
-    axes: Axes, x: list[float], values: Sequence[Sequence[float]], colour: str, marker: str, attention: Attention
+    axes: Axes,
+    x: list[float],
+    values: Sequence[Sequence[float]],
+    colour: str,
+    marker: str,
+    attention: Attention,
+    joined: bool,
 ) -> None:
     finite = [[value for value in numbers if math.isfinite(value)] for numbers in values]
     filled = [(place, numbers) for place, numbers in zip(x, finite, strict=True) if numbers]
@@ -156,14 +167,16 @@ def _line(
     low, high = [min(numbers) for _, numbers in filled], [max(numbers) for _, numbers in filled]
     means = [sum(numbers) / len(numbers) for _, numbers in filled]
     belongs = filter_of(attention)
-    mark(axes.fill_between(at, low, high, color=colour, alpha=0.14, linewidth=0), belongs)
+    if joined:
+        mark(axes.fill_between(at, low, high, color=colour, alpha=0.14, linewidth=0), belongs)
     mark(axes.vlines(at, low, high, color=colour, alpha=0.45, linewidth=1.2), belongs)
-    (line,) = axes.plot(at, means, color=colour, marker=marker, markersize=7, linewidth=1.8)
+    style: dict[str, Any] = {"color": colour, "linestyle": "-" if joined else "none"}
+    (line,) = axes.plot(at, means, marker=marker, markersize=7, linewidth=1.8, **style)
     line.set_label(plain(attention.label))
     mark(line, belongs)
     lost = [place for place, numbers, kept in zip(x, values, finite, strict=True) if len(kept) < len(numbers)]
     if lost:  # a line without points would still be given room by the layout
-        style: dict[str, Any] = {"color": colour, "transform": axes.get_xaxis_transform(), "clip_on": False}
+        style = {"color": colour, "transform": axes.get_xaxis_transform(), "clip_on": False}
         mark(axes.plot(lost, [0.02] * len(lost), "x", **style)[0], belongs)
 
 

@@ -14,6 +14,7 @@ Recording changes nothing in a run: neither random numbers nor metrics nor check
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..data.base import Batch, DataModule, SampleKey
 from ..files import append_line, json_line, write_atomic
 from .classifier import Classifier
 from .column_rows import Row, column_rows, due, evenly_spaced
+from .dashboards import offline_wandb, tell
 
 FILE = "column_sums.jsonl"
 
@@ -51,11 +53,9 @@ class ColumnLog:
         self.rows = list(rows)
         if self.rows or (self.folder / FILE).is_file():
             write_atomic(self.folder / FILE, "".join(map(json_line, self.rows)))
-        for logger in loggers:
-            # As for the metrics: each attempt's offline folder has to be complete.
-            if isinstance(logger, WandbLogger) and logger._offline:
-                for row in self.rows:
-                    log_columns(logger, row)
+        # As for the metrics: each attempt's offline folder has to be complete.
+        for row in self.rows:
+            tell(offline_wandb(loggers), partial(log_columns, row=row))
 
     def has(self, epoch: int) -> bool:
         """Whether an epoch is recorded."""
@@ -68,8 +68,7 @@ class ColumnLog:
         self.rows += rows
         for row in rows:
             append_line(self.folder / FILE, row)
-            for logger in loggers:
-                log_columns(logger, row)
+            tell(loggers, partial(log_columns, row=row))
 
 
 def read_rows(folder: Path) -> list[Row]:

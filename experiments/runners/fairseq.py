@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import RunError
 from ..files import explain_full_disk
+from ..progress import at_work
 from . import fairseq_command as command
 from .columns import ColumnLog
 from .fairseq_events import improves
@@ -127,7 +128,11 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
     epochs, step = config["trainer"]["max_epochs"], 0
     sums = ColumnLog(run.path)
     columns = (TextColumn("epoch {task.completed:.1f}/{task.total}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not _bar(config)) as progress:
+    bar_or_lines = at_work("training", quiet=log is None or _bar(config))
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True, disable=not _bar(config)) as progress,
+        bar_or_lines as work,
+    ):
         bar = progress.add_task("", total=epochs)
         for event in child.events():
             if event["event"] == "finished":
@@ -139,6 +144,7 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
                 raise SystemExit(exit_code(event["signal"]))
             if event["event"] == "progress":
                 progress.update(bar, completed=event["epochs"])
+                work.now = f"epoch {event['epochs']:.2f}/{epochs}"
             elif event["event"] == "started" and log is not None:
                 step = event["step"]
                 if step:
@@ -155,6 +161,7 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
                 sums.add(event["columns"], loggers)
                 log.add_timing(event["epoch"], step, epochs, event["seconds"], event["samples"])
                 progress.update(bar, completed=event["epoch"])
+                work.now = f"after epoch {event['epoch']}/{epochs}"
     if child.signal and child.process.wait() != 0:
         raise SystemExit(exit_code(child.signal))
     raise child.fate()
@@ -245,7 +252,7 @@ def score(config: Config, checkpoints: dict[int, Path], split: str, log: Path | 
     try:
         if log is not None:
             child.keep_log(log)
-        with child.forwarding():
+        with child.forwarding(), at_work(f"evaluating on {split}", quiet=_bar(config)):
             for event in child.events():
                 if event["event"] == "scores":
                     return event

@@ -23,6 +23,7 @@ from ..config import PRECISIONS
 from ..data.base import BatchSampler, DataModule
 from ..errors import RunError
 from ..files import explain_full_disk, full_disk, is_full_disk
+from ..progress import at_work
 from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
 from .classifier import Classifier
@@ -135,6 +136,8 @@ def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classi
     """
     if config["trainer"]["threads"] is not None:
         torch.set_num_threads(config["trainer"]["threads"])
+    if "_target_" not in config["data"]:
+        raise RunError("data._target_ is missing: text has none, which engine=fairseq trains; take its experiments")
     with explained("data", config["data"]):
         data = instantiate(config["data"], _convert_="all")
     if not isinstance(data, DataModule):
@@ -307,7 +310,8 @@ def evaluate(config: Config, module: Classifier, data: DataModule, split: str, e
     data.evaluation_epoch = max(epoch - 1, 0)
     trainer = evaluator(config)
     try:
-        trainer.test(module, data.eval_loader(split), verbose=False)
+        with at_work(f"evaluating on {split}"):
+            trainer.test(module, data.eval_loader(split), verbose=False)
     except SystemExit:
         _told_of_ctrl_c(trainer)
         raise

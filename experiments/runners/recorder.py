@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from ..files import append_line, json_line, write_atomic
+from ..progress import Lines
 from .classifier import Classifier
+from .dashboards import Dashboard, forget_wandb, offline_wandb, tell
 from .run_dir import identity
 
 Row = dict[str, Any]
@@ -44,12 +47,10 @@ class RunLog:
         self.rows = list(rows)
         write_atomic(self.folder / "metrics.jsonl", "".join(map(json_line, self.rows)))
         self._write_table()
-        for logger in loggers:
-            # Each attempt makes a wandb folder of its own under the same id, and on the server the latest replaces the
-            # earlier ones: so it has to be complete.
-            if isinstance(logger, WandbLogger) and logger._offline:
-                for row in self.rows:
-                    _log(logger, row)
+        # Each attempt makes a wandb folder of its own under the same id, and on the server the latest replaces the
+        # earlier ones: so it has to be complete.
+        for row in self.rows:
+            tell(offline_wandb(loggers), partial(_log, row))
 
     def value(self, epoch: int, split: str, metric: str) -> float:
         """A recorded metric."""
@@ -67,8 +68,7 @@ class RunLog:
         self.rows.append(row)
         append_line(self.folder / "metrics.jsonl", row)
         self._write_table()
-        for logger in loggers:
-            _log(logger, row)
+        tell(loggers, partial(_log, row))
 
     def add_timing(self, epoch: int, step: int, epochs: int, seconds: float, samples: int) -> None:
         """Writes how long an epoch of `samples` took, after its rows were added, and its line where lines are asked."""
@@ -102,6 +102,7 @@ class Recorder(RunLog, Callback):
         super().__init__(folder, split, table, lines)
         self._epoch_start = 0.0
         self._samples = 0
+        self._log = Lines()
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows}
@@ -119,6 +120,24 @@ class Recorder(RunLog, Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._samples += len(batch[-1])
+        self._tell(trainer, "batch", batch_idx, trainer.num_training_batches)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._tell(trainer, f"{self.split} batch", batch_idx, trainer.num_val_batches[dataloader_idx])
+
+    def _tell(self, trainer: L.Trainer, what: str, batch: int, batches: float) -> None:
+        """A line a minute, so that a log shows where an epoch of hours is."""
+        if self.lines and trainer.is_global_zero:
+            epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+            self._log.tell(f"{epoch}: {what} {batch + 1:,} of {batches:,}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Classifier)
@@ -147,15 +166,9 @@ def make_loggers(config: dict[str, Any], folder: Path, digest: str, step: int) -
     """
     loggers: list[Logger] = []
     if config["logger"]["wandb"]:
-        loggers.append(_wandb_logger(config, folder, digest))
+        loggers.append(Dashboard("wandb", lambda: _wandb_logger(config, folder, digest)))
     if config["logger"]["tensorboard"]:
-        # What an earlier attempt wrote after that step is repeated, so TensorBoard is told to forget it.
-        loggers.append(
-            TensorBoardLogger(
-                folder, name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1 if step else None
-            )
-        )
-        loggers[-1].hparams.update(identity(config))  # type: ignore[attr-defined]
+        loggers.append(Dashboard("TensorBoard", lambda: _tensorboard_logger(config, folder, step)))
     return loggers
 
 
@@ -176,7 +189,8 @@ def close_loggers(loggers: list[Logger], result: Mapping[str, Any]) -> None:
         if isinstance(metrics, dict)
         for name, value in metrics.items()
     }
-    for logger in loggers:
+
+    def close(logger: Logger) -> None:
         if isinstance(logger, WandbLogger):
             epochs = {f"{place}/epoch": result[place]["epoch"] for place in PLACES if place in result}
             logger.experiment.summary.update({**numbers, **epochs, "result": json.loads(json.dumps(result))})
@@ -185,6 +199,8 @@ def close_loggers(loggers: list[Logger], result: Mapping[str, Any]) -> None:
         logger.finalize("success")
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()
+
+    tell(loggers, close)
 
 
 def tags(config: dict[str, Any]) -> list[str]:
@@ -195,6 +211,15 @@ def tags(config: dict[str, Any]) -> list[str]:
         name = section.get("name") or str(section.get("_target_", "")).rsplit(".", 1)[-1]
         found += [name] if name else []
     return [tag[:64] for tag in dict.fromkeys(found)]  # the server takes no longer ones
+
+
+def _tensorboard_logger(config: dict[str, Any], folder: Path, step: int) -> TensorBoardLogger:
+    # What an earlier attempt wrote after that step is repeated, so TensorBoard is told to forget it.
+    logger = TensorBoardLogger(
+        folder, name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1 if step else None
+    )
+    logger.hparams.update(identity(config))
+    return logger
 
 
 def _wandb_logger(config: dict[str, Any], folder: Path, digest: str) -> WandbLogger:
@@ -225,16 +250,16 @@ def _wandb_logger(config: dict[str, Any], folder: Path, digest: str) -> WandbLog
         try:
             return start("online")
         except (wandb.errors.Error, OSError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             print(
                 f"warning: wandb is out of reach ({reason}); this run is logged offline, in {folder / 'wandb'}, "
                 "for `wandb sync`",
                 file=sys.stderr,
             )
-            wandb.teardown()  # its service still holds the id for the attempt that failed
+            forget_wandb()  # its service still holds the id for the attempt that failed
     return start("offline")
 
 
-def _log(logger: Logger, row: Row) -> None:
+def _log(row: Row, logger: Logger) -> None:
     metrics = {f"{row['split']}/{name}": value for name, value in row.items() if name not in ("epoch", "step", "split")}
     logger.log_metrics(metrics | {"epoch": row["epoch"]}, step=row["step"])

@@ -164,8 +164,10 @@ class RunDir:
 
     @property
     def finished(self) -> bool:
-        """Whether result.json is there."""
-        return (self.path / "result.json").is_file()
+        """Whether result.json is there; an empty one, of a crash of the disk or not wholly visible yet, is not."""
+        with suppress(OSError):
+            return (self.path / "result.json").stat().st_size > 0
+        return False
 
     def result(self) -> dict[str, Any]:
         """What result.json holds.

@@ -170,3 +170,24 @@ def test_the_commands_in_the_files_are_in_hydra_s_grammar(entry):
         _, _, module, *words = shlex.split(command, comments=True)
         if module == "experiments.train":
             OverridesParser.create().parse_overrides([word for word in words if word != "-m"])
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["experiment=mnist_patches", "model.patch_size={}"], ("model", "patch_size")),
+        (["experiment=mnist_patches", "attention=sinkhorn", "model.patch_size={}"], ("model", "patch_size")),
+        (["experiment=shapes_set", "attention=sinkhorn", "attention.n_iters={}"], ("attention", "n_iters")),
+    ],
+)
+def test_seven_is_seven_however_it_is_written(words, place):
+    """One run: one learning rate, one label and one value."""
+    ours, theirs = (resolve(compose([word.format(number) for word in words])) for number in ("7", "7.0"))
+    assert theirs == ours
+    assert isinstance(theirs[place[0]][place[1]], int)
+
+
+def test_numbers_that_are_no_whole_ones_stay():
+    config = resolve(compose(["experiment=mnist_patches", "optimizer.lr=1e3", "+model.drop_rate=0.5"]))
+    assert config["optimizer"]["lr"] == 1000
+    assert config["model"]["drop_rate"] == 0.5

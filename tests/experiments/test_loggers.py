@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
+from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.config import compose, resolve
@@ -167,6 +168,83 @@ def test_no_network_for_wandb(runs, monkeypatch, capsys, error):
     assert modes == ["online", "offline"]
     assert f"warning: wandb is out of reach ({error}); this run is logged offline" in capsys.readouterr().err
     assert len(list(folder.glob("wandb/offline-run-*"))) == 1
+
+
+def refuse(*_, **__):
+    raise RuntimeError("no more of this\nand a second line")
+
+
+def kill_the_service(*_, **__):
+    """Ends the process of wandb's that is a child of this one, as a machine does that runs out of memory."""
+    found = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], check=True, capture_output=True, text=True).stdout
+    for pid, parent, words in (line.split(None, 2) for line in found.splitlines()[1:]):
+        if int(parent) == os.getpid() and "wandb-core" in words:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+FAULTS = {
+    "wandb.init": ("wandb", lambda patch: patch.setattr(wandb, "init", refuse)),
+    "wandb.log": ("wandb", lambda patch: patch.setattr(wandb.Run, "log", refuse)),
+    "wandb.finish": ("wandb", lambda patch: patch.setattr(wandb.Run, "finish", refuse)),
+    "wandb's service": ("wandb", lambda patch: before_the_second_epoch(patch, kill_the_service)),
+    "TensorBoard's start": ("TensorBoard", lambda patch: patch.setattr(recorder, "_tensorboard_logger", refuse)),
+    "TensorBoard's scalars": ("TensorBoard", lambda patch: patch.setattr(TensorBoardLogger, "log_metrics", refuse)),
+    "TensorBoard's end": ("TensorBoard", lambda patch: patch.setattr(TensorBoardLogger, "finalize", refuse)),
+    "TensorBoard's table": ("TensorBoard", lambda patch: patch.setattr(TensorBoardLogger, "log_hyperparams", refuse)),
+}
+
+
+def before_the_second_epoch(patch, act):
+    step = classifier.Classifier.training_step
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 4:
+            act()
+        return step(self, batch, batch_idx)
+
+    patch.setattr(classifier.Classifier, "training_step", training_step)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_dashboard_that_fails_costs_its_log_alone(runs, finished, monkeypatch, capsys, fault):
+    title, break_it = FAULTS[fault]
+    wandb.teardown()  # so that the service is of this run
+    break_it(monkeypatch)
+    folder = runs.start("logger=all", "columns.every=1").folder
+    assert (folder / "metrics.jsonl").read_bytes() == (finished() / "metrics.jsonl").read_bytes()
+    assert (folder / "result.json").read_bytes() == (finished() / "result.json").read_bytes()
+    assert json.loads((folder / "run.json").read_text())["state"] == "finished"
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"warning: {title} has failed (")
+    # The other one has all of it, and the next run's dashboards are whole.
+    if title == "wandb":
+        events = EventAccumulator(str(folder / "tensorboard")).Reload()
+        assert [event.step for event in events.Scalars("val/loss")] == [4, 8, 12]
+    monkeypatch.undo()
+    again = runs.start("logger=all", "seed=1").folder
+    (file,) = again.glob("wandb/offline-run-*/*.wandb")
+    assert summary(file)["result"] == json.loads((again / "result.json").read_text(encoding="utf-8"))
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_a_process_without_a_home(runs, tmp_path):
+    """A user whom the machine does not know, as containers have them."""
+    code = (
+        "import pwd, sys\n"
+        "def nobody(*_): raise KeyError('getpwuid(): uid not found')\n"
+        "pwd.getpwuid = nobody\n"
+        "from experiments import train\n"
+        "train.main()"
+    )
+    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+    words = [sys.executable, "-c", code, *runs.overrides("logger=all", "trainer.max_epochs=1")]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (folder,) = runs.folders()
+    assert (folder / "result.json").is_file()
+    assert "Traceback" not in done.stderr
 
 
 def test_progress_is_a_line_per_epoch_outside_of_a_terminal(runs, capsys):

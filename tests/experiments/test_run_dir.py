@@ -105,6 +105,9 @@ def test_a_damaged_record_is_named(config):
         (run.path / "result.json").write_text(content)
         with pytest.raises(RunError, match=r"result\.json cannot be read"):
             run.result()
+    assert run.finished
+    (run.path / "result.json").write_text("")
+    assert not run.finished
 
 
 def test_run_card(finished):

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 WATCH = """
 import json, sys
 from slurm import job
+job.VISIBLE_S = {visible}
 options, training = json.loads(sys.argv[1]), sys.argv[2]
 sys.executable = training
 job.TrainingJob(tuple(options.pop("overrides")), **options)()
@@ -53,7 +54,9 @@ class Node:
         (self.folder / "bin" / "scontrol").write_text(script)
         (self.folder / "bin" / "scontrol").chmod(0o755)
 
-    def start(self, seconds=30.0, code=0, on_term=143, restart=0, environment=(), **options) -> subprocess.Popen:
+    def start(
+        self, seconds=30.0, code=0, on_term=143, restart=0, environment=(), visible=0.3, **options
+    ) -> subprocess.Popen:
         training = self.folder / "training"
         said = str(self.folder / "said")
         training.write_text(
@@ -79,7 +82,8 @@ class Node:
             "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         }
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        arguments = [sys.executable, "-c", WATCH, json.dumps(job | options), str(training)]
+        watch = WATCH.replace("{visible}", str(visible))
+        arguments = [sys.executable, "-c", watch, json.dumps(job | options), str(training)]
         return subprocess.Popen(arguments, cwd=ROOT, env=inherited | slurm | dict(environment), stderr=subprocess.PIPE)
 
     def said(self) -> dict:
@@ -114,7 +118,7 @@ def node(tmp_path):
 
 def test_finished(node):
     (node.folder / "other-12345678").mkdir()
-    (node.folder / "other-12345678" / "result.json").touch()
+    (node.folder / "other-12345678" / "result.json").write_text("{}\n")
     process = node.start(seconds=0)
     assert process.wait(60) == 0, process.stderr.read()
     said = node.said()
@@ -128,6 +132,38 @@ def test_finished(node):
 def test_another_run_than_was_submitted(node):
     assert node.start(seconds=0).wait(60) == 1
     assert node.events()[-1][1].startswith("another run has been trained: the configuration changed")
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_result_that_this_node_sees_later(node, empty):
+    """As network file systems go: the name, or what the file holds, comes seconds after another node has written it."""
+    result = node.folder / "label-12345678" / "result.json"
+    result.parent.mkdir()
+    if empty:
+        result.touch()
+    process = node.start(seconds=0, visible=60.0)
+    node.said()
+    time.sleep(1.5)
+    assert process.poll() is None
+    result.write_text("{}\n")
+    assert process.wait(60) == 0
+    assert node.events()[-1] == ("ended", "finished")
+
+
+def test_a_result_that_stays_empty_is_none(node):
+    (node.folder / "label-12345678").mkdir()
+    (node.folder / "label-12345678" / "result.json").touch()
+    assert node.start(seconds=0).wait(60) == 1
+    assert node.events()[-1][0] == "ended"
+
+
+def test_a_submission_that_the_node_has_not(tmp_path):
+    code = "from slurm import job; job.VISIBLE_S = 0.1; job.main(['--submission', 'nowhere'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: nowhere/submission.json cannot be read")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM])

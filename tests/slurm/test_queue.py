@@ -98,3 +98,11 @@ def test_single_tasks_are_cancelled_and_those_that_are_gone_do_no_harm(slurm):
     slurm.answers("scancel", err="scancel: error: Access/permission denied\n", code=1)
     with pytest.raises(SlurmError, match="permission denied"):
         cancel(["12_0"])
+
+
+def test_lines_that_are_no_jobs_are_passed_over(slurm):
+    """Banners of a site's wrapper, and warnings that some versions print on their output."""
+    slurm.queue(("12_0", "RUNNING", 0, "None"))
+    slurm.answers("squeue", "Welcome!\n" + (slurm.folder / "squeue.out").read_text())
+    slurm.answers("sacct", "sacct: warning | of | four | cells\n\nstray\n12_1|FAILED|node1|1:0\n")
+    assert {one: job.state for one, job in read_jobs(["12_0", "12_1"]).items()} == {"12_0": "RUNNING", "12_1": "FAILED"}

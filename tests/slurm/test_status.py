@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from slurm import queue, status
+from slurm import queue, state, status
 from slurm.queue import Job
 from slurm.selection import SelectedRun, SubmittedRun
 from slurm.state import last_error, status_of
@@ -296,12 +296,36 @@ def test_a_damaged_record_is_one_line_of_the_table(slurm, sweep, capsys, name, c
     slurm.queue()
     sweep.submit(ARRAY)
     sweep.write(0, sweep.attempt("finished"), accuracy=0.5)
-    (sweep.write(1, sweep.attempt("running")) / name).write_text(content)
+    file = sweep.write(1, sweep.attempt("running")) / name
+    file.write_text(content)
+    os.utime(file, (0, 0))
     found = shown(capsys, *sweep.overrides)
     assert found["runs"][0]["state"] == "finished"
     assert (found["runs"][1]["state"], found["runs"][1]["job"]) == ("failed", f"{ARRAY}_1")
     assert found["runs"][1]["detail"].startswith(f"{name} cannot be read (")
     assert found["counts"] == {"finished": 1, "failed": 1, "lost": 1}
+
+
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+def test_a_record_that_is_empty_yet(slurm, sweep, capsys, name):
+    """Another machine is writing it: the run is as far as SLURM and the other records say."""
+    slurm.queue((f"{ARRAY}_0", "RUNNING", 0, "None"))
+    sweep.submit(ARRAY)
+    (sweep.write(0, sweep.attempt("running")) / name).write_text("")
+    assert shown(capsys, *sweep.overrides)["runs"][0]["state"] in ("running", "starting")
+
+
+def test_a_job_that_has_finished_and_a_result_that_is_not_to_be_seen_yet(slurm, sweep, capsys, monkeypatch):
+    slurm.queue((f"{ARRAY}_0", "COMPLETED", 0, "None"))
+    folder = sweep.submit(ARRAY)
+    sweep.write(0, sweep.attempt("running"))
+    record_event(folder, 0, "ended", reason="finished")
+    run = shown(capsys, *sweep.overrides)["runs"][0]
+    assert (run["state"], run["detail"]) == ("running", "has ended; its result is not to be seen from here yet")
+    monkeypatch.setattr(state, "VISIBLE_S", 0.0)
+    run = shown(capsys, *sweep.overrides)["runs"][0]
+    assert run["state"] == "lost"
+    assert "there is no result.json" in run["detail"]
 
 
 @pytest.mark.parametrize("broken", ['{"time": "20', '{"time": "20{"time": "x"}', "[]", '{"reason": "\udce9"'])
@@ -323,3 +347,14 @@ def test_a_damaged_submission_is_named(slurm, sweep, capsys, content):
     assert error.startswith(f"error: {folder / 'submission.json'} cannot be read (")
     assert "squeue --me --name=sinkformer-1f2e3d4c" in error
     assert error.count("\n") == 1
+
+
+def test_a_submission_without_an_id_is_known_by_what_its_jobs_wrote(slurm, sweep, capsys):
+    folder = sweep.submit(ARRAY)
+    content = json.loads((folder / "submission.json").read_text())
+    tasks = [task | {"job_id": None} for task in content["tasks"]]
+    (folder / "submission.json").write_text(json.dumps(content | {"array_job_id": None, "tasks": tasks}))
+    slurm.queue((f"{ARRAY}_0", "RUNNING", 0, "None"), (f"{ARRAY}_1", "PENDING", 0, "Priority"))
+    assert {run["state"] for run in shown(capsys, *sweep.overrides)["runs"]} == {"not submitted"}
+    record_event(folder, 0, "started", job_id=f"{ARRAY}_0")
+    assert [run["state"] for run in shown(capsys, *sweep.overrides)["runs"]][:2] == ["starting", "pending"]

@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-import pickle
+import pwd
 import signal
 import subprocess
 import sys
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import RunError
-from slurm import cluster, submission, submit
+from slurm import cluster, queue, status, submission, submit
+from slurm.job import TrainingJob
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,14 +47,16 @@ def test_one_array_of_what_is_missing(login_node, sweep, monkeypatch):
     wanted = [sweep.planned[index].run for index in (0, 2)]
     assert [task["hash"] for task in content["tasks"]] == [run.hash for run in wanted]
     assert [task["folder"] for task in content["tasks"]] == [str(run.path) for run in wanted]
-    script = (done.folder / "77_submission.sh").read_text()
+    script = (done.folder / "submission.sh").read_text()
     assert "#SBATCH --array=0-1%2" in script
     assert "#SBATCH --signal=USR2@120" in script
     assert "#SBATCH --requeue" in script
+    assert f"-u -m slurm.job --submission {done.folder}" in script
     for index, task in enumerate(content["tasks"]):
-        job = pickle.loads((done.folder / f"77_{index}_submitted.pkl").read_bytes()).function
+        job = TrainingJob.of(done.folder, index)
         assert list(job.overrides) == task["overrides"]
         assert (job.index, job.folder, job.submission) == (index, task["folder"], str(done.folder))
+        assert (job.requeue, job.max_restarts, job.max_timeouts, job.signal_before_end_s) == (True, 50, 20, 120)
     assert login_node.asked("sbatch").count("--test-only") == 1
 
     login_node.queue(("77_0", "RUNNING", 0, ""), ("77_1", "PENDING", 1, "BeginTime"))
@@ -133,7 +136,7 @@ def test_devices_follow_from_the_cluster(login_node, sweep):
     overrides = read(done.folder)["tasks"][0]["overrides"]
     assert overrides[-2:] == ["trainer.num_nodes=2", "trainer.devices=4"]
     assert read(done.folder)["tasks"][0]["hash"] == sweep.planned[0].run.hash
-    script = (done.folder / "77_submission.sh").read_text()
+    script = (done.folder / "submission.sh").read_text()
     for line in ("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4"):
         assert f"#SBATCH {line}" in script
     assert "-m slurm.port" in script
@@ -141,7 +144,7 @@ def test_devices_follow_from_the_cluster(login_node, sweep):
 
 def test_a_port_that_is_set_stays(login_node, sweep):
     done = submit.submit([*sweep.overrides, "cluster.nodes=2", "cluster.environment.MASTER_PORT='29500'"])
-    script = (done.folder / "77_submission.sh").read_text()
+    script = (done.folder / "submission.sh").read_text()
     assert "export MASTER_PORT=29500" in script
     assert "slurm.port" not in script
 
@@ -149,7 +152,7 @@ def test_a_port_that_is_set_stays(login_node, sweep):
 def test_values_reach_the_shell_as_they_are(login_node, sweep):
     value = "a b'c\"d $HOME `id` \\ é"
     words = [f"cluster.environment.NOTE={submit.clusters.override('', value)[1:]}", 'cluster.modules=["cuda/12;id"]']
-    script = (submit.submit([*sweep.overrides, *words]).folder / "77_submission.sh").read_text()
+    script = (submit.submit([*sweep.overrides, *words]).folder / "submission.sh").read_text()
     (module,) = [line for line in script.splitlines() if line.startswith("module")]
     assert module == "module load 'cuda/12;id'"
     (export,) = [line for line in script.splitlines() if line.startswith("export NOTE")]
@@ -164,6 +167,103 @@ def test_one_s_own_cluster(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "CONFIGS", tmp_path)
     found = cluster.cluster_config(["cluster=mine", "cluster.environment.C=d", "cluster.time='2:00:00'"])
     assert (found.partition, found.environment, found.minutes, found.nodes) == ("night", {"A": "b", "C": "d"}, 120, 1)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Writes a line into a cluster's file that begins as the default one; the words that name it."""
+    monkeypatch.setattr(cluster, "CONFIGS", tmp_path)
+    (tmp_path / "local" / "cluster").mkdir(parents=True)
+
+    def write(line: str) -> list[str]:
+        (tmp_path / "local" / "cluster" / "mine.yaml").write_text(f"defaults:\n  - default\n{line}\n")
+        return ["cluster=mine"]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("line", "as_read", "to_write"),
+    [
+        ("time: 12:00:00", "43200", 'time: "12:00:00"'),
+        ("time: 1:30", "90", 'time: "1:30"'),
+        ("account: 0123", "83", 'account: "0123"'),
+        ("account: 1_000", "1000", 'account: "1_000"'),
+        ("qos: yes", "True", 'qos: "yes"'),
+        ("constraint: 1e5", "100000.0", 'constraint: "1e5"'),
+        ("mem: 4.0", None, None),
+        ("environment: {A: 1.10}", "1.1", 'A: "1.10"'),
+        ("environment: {A: off}", "False", 'A: "off"'),
+        ("environment: {A: true}", "True", 'A: "true"'),
+        ("sbatch: {begin: 16:00}", "960", 'begin: "16:00"'),
+        ("modules: [3.10]", "3.1", 'modules: "3.10"'),
+        ("modules: [cuda/12.8]", None, None),
+        ("environment: {A: 7, B: text, C: '007'}", None, None),
+        ("sbatch: {exclusive: true, nice: 100}", None, None),
+        ("qos: null", None, None),
+        ('time: "12:00:00"', None, None),
+    ],
+)
+def test_what_yaml_reads_as_something_else_is_refused_with_the_line_to_write(mine, line, as_read, to_write):
+    if to_write is None:
+        cluster.cluster_config(mine(line))
+        return
+    with pytest.raises(RunError) as refused:
+        cluster.cluster_config(mine(line))
+    assert f"mine.yaml: YAML reads cluster.{line.partition(':')[0]}" in str(refused.value)
+    assert f" as {as_read}; write {to_write}, in quotes" in str(refused.value)
+
+
+def test_a_file_that_is_begun_with_is_read_as_closely(mine, tmp_path):
+    mine("environment: {A: 010}")
+    (tmp_path / "local" / "cluster" / "own.yaml").write_text("defaults:\n  - mine\npartition: night\n")
+    with pytest.raises(RunError, match=r'mine\.yaml: YAML reads cluster\.environment\.A: 010 as 8; write A: "010"'):
+        cluster.cluster_config(["cluster=own"])
+
+
+@pytest.mark.parametrize("text", ["1_000", "1e3", "1.10", "true", "007", "12:00:00", "-5", "0x1F"])
+def test_the_command_line_is_read_as_it_is_written(text):
+    found = cluster.cluster_config([f"cluster.account={text}", f"cluster.environment.A={text}"])
+    assert (found.account, found.environment) == (text, {"A": text})
+
+
+def test_options_that_are_false_are_left_out(login_node, sweep):
+    words = ["cluster.sbatch={exclusive: true, hold: false, requeue: false}"]
+    text = (submit.submit([*sweep.overrides, *words]).folder / "submission.sh").read_text()
+    assert "#SBATCH --exclusive\n" in text
+    assert "hold" not in text
+    assert "--requeue" not in text
+
+
+def test_another_cluster_is_named_to_all_commands_of_slurm(login_node, sweep):
+    with pytest.raises(RunError, match=r"cluster\.sbatch\.clusters would submit .* set SLURM_CLUSTERS"):
+        submit.submit([*sweep.overrides, "cluster.sbatch.clusters=big"])
+
+
+def test_sentences_between_the_names_are_no_names(login_node, sweep):
+    login_node.answers("sinfo", "Maintenance on Monday*\ngpu*\nlong\n")
+    login_node.answers("sacctmgr", "Welcome to the accounts\n")
+    assert submit.submit([*sweep.overrides, "cluster.account=maths"]) is not None
+    with pytest.raises(RunError, match="there is no partition Monday on this cluster: there are gpu, long"):
+        submit.submit([*sweep.overrides, "cluster.partition=Monday"])
+
+
+def nobody(*_):
+    raise KeyError("getpwuid(): uid not found")
+
+
+def test_a_user_without_a_name_and_a_login_node_without_srun(login_node, sweep, monkeypatch, capsys):
+    for name in ("USER", "LOGNAME", "LNAME", "USERNAME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    (login_node.folder / "srun").unlink()
+    done = submit.submit([*sweep.overrides, "cluster.account=maths"])
+    assert done.array_job_id == "77"
+    assert login_node.asked("sacctmgr") == []
+    login_node.queue(("77_0", "RUNNING", 0, ""))
+    assert status.main(sweep.overrides) == 0
+    assert "1 starting" in capsys.readouterr().out
+    assert f"--user={os.getuid()}" in login_node.asked("squeue")
 
 
 @pytest.mark.parametrize(
@@ -281,3 +381,134 @@ def test_runs_at_the_same_time_are_at_least_one(number, capsys):
         submit.main(["experiment=mnist_patches", "--dry-run", f"--array-parallelism={number}"])
     assert stopped.value.code == 2
     assert "--array-parallelism" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("77\n", "77"),
+        ("15786755;cluster\n", "15786755"),
+        ("Submitted batch job 77 on cluster big\n", "77"),
+        ("Welcome! 3 of 128 nodes are down, job limit 500\n77\n", "77"),
+        ("Your account has 2026 hours left.\nSubmitted batch job 77\n", "77"),
+        ("Thank you: request 12 is with us", None),
+        ("2026\n77\n", None),
+        ("", None),
+    ],
+)
+def test_the_id_in_what_sbatch_prints(answer, expected):
+    assert submit.array_id(answer) == expected
+
+
+def sbatch_takes(login_node, out: str = "", err: str = "", code: int = 0, named: str | None = "77") -> None:
+    """An sbatch that answers so, after which the queue knows the jobs by their name; its tests succeed."""
+    template = (login_node.folder / "sbatch").read_text()
+    squeue = (login_node.folder / "squeue").read_text()
+    test = '#!/bin/sh\ncase "$*" in *--test-only*) exit 0;; esac\n'
+    (login_node.folder / "sbatch").write_text(template.replace("#!/bin/sh\n", test))
+    if named is not None:
+        known = f'#!/bin/sh\ncase "$*" in *--name=sinkformer-*) echo {named}; exit;; esac\n'
+        (login_node.folder / "squeue").write_text(squeue.replace("#!/bin/sh\n", known))
+    login_node.answers("sbatch", out, err, code)
+
+
+def calls(login_node) -> int:
+    return sum(word.endswith("submission.sh") for word in login_node.asked("sbatch"))
+
+
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"out": "15786755;cluster\n", "named": None},
+        {"out": "*** 1,024 users, 3 maintenance days ***\n15786755\n", "named": None},
+        {"out": "our wrapper has queued it, see ticket 4 and 5\n", "named": "15786755"},
+        {"out": "", "named": "15786755"},
+        {"err": TIMED_OUT, "code": 1, "named": "15786755"},
+        {"err": "sbatch: error: Batch job submission failed: Unspecified error\n", "code": 1, "named": "15786755"},
+    ],
+)
+def test_an_sbatch_that_answers_in_other_words(login_node, sweep, answer):
+    """The jobs are there: nothing is taken away, and the same line submits none of them twice."""
+    sbatch_takes(login_node, **answer)
+    done = submit.submit(sweep.overrides)
+    ids = [f"15786755_{index}" for index in range(3)]
+    assert [task["job_id"] for task in read(done.folder)["tasks"]] == ids
+    login_node.queue(*((one, "PENDING", 0, "Priority") for one in ids))
+    assert submit.submit(sweep.overrides) is None
+    assert calls(login_node) == 1
+
+
+def test_jobs_that_sbatch_took_and_nobody_can_name(login_node, sweep, capsys):
+    """They count as queued for as long as their folder is there, or until one of them tells its id."""
+    sbatch_takes(login_node, out="it is done\n", named=None)
+    submit.main(sweep.overrides)
+    (file,) = (sweep.runs / ".submissions").glob("*/submission.json")
+    shown = capsys.readouterr()
+    assert f"submitted 3 runs as job of the name sinkformer-{file.parent.name[-8:]}" in shown.out
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"created": "2026-01-01T00:00:00+00:00"}))
+    assert submit.submit(sweep.overrides) is None
+    assert "answered 'it is done', which names no job" in capsys.readouterr().err
+    submission.record_event(file.parent, 1, "started", job_id="99_1")
+    login_node.queue(("99_0", "RUNNING", 0, ""), ("99_1", "FAILED", 0, ""), ("99_2", "RUNNING", 0, ""))
+    sbatch_takes(login_node, out="100\n", named=None)
+    again = submit.submit(sweep.overrides)
+    assert [task["job_id"] for task in read(file.parent)["tasks"]] == ["99_0", "99_1", "99_2"]
+    assert [task["hash"] for task in read(again.folder)["tasks"]] == [sweep.planned[1].run.hash]
+
+
+def test_an_sbatch_that_times_out_on_its_socket(login_node, sweep, capsys):
+    """Whether the jobs were taken shows later: until then nothing is deleted or submitted again."""
+    sbatch_takes(login_node, err=TIMED_OUT, code=1, named=None)
+    with pytest.raises(RunError, match=r"not clear whether SLURM has taken these jobs .*timed out.*in some minutes"):
+        submit.submit(sweep.overrides)
+    (file,) = (sweep.runs / ".submissions").glob("*/submission.json")
+    assert submit.submit(sweep.overrides) is None
+    assert "they are not in the queue yet, and count as queued for 10 more minutes" in capsys.readouterr().err
+    # They were: the queue has them later on.
+    sbatch_takes(login_node, named="81")
+    login_node.queue(("81_0", "RUNNING", 0, ""), ("81_1", "RUNNING", 0, ""), ("81_2", "PENDING", 0, ""))
+    assert submit.submit(sweep.overrides) is None
+    assert json.loads(file.read_text())["array_job_id"] == "81"
+    assert calls(login_node) == 1
+
+
+def test_an_sbatch_that_timed_out_and_took_nothing(login_node, sweep):
+    sbatch_takes(login_node, err=TIMED_OUT, code=1, named=None)
+    with pytest.raises(RunError, match="not clear"):
+        submit.submit(sweep.overrides)
+    (file,) = (sweep.runs / ".submissions").glob("*/submission.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"created": "2026-01-01T00:00:00+00:00"}))
+    login_node.answers("squeue", err="squeue: error: Socket timed out\n", code=1)
+    with pytest.raises(RunError, match="squeue refuses"):  # a queue that cannot be read is not an empty one
+        submit.submit(sweep.overrides)
+    login_node.answers("squeue")
+    login_node.answers("sbatch", "82\n")
+    assert submit.submit(sweep.overrides).array_job_id == "82"
+    assert calls(login_node) == 2
+
+
+def test_an_sbatch_that_never_answers(login_node, sweep, monkeypatch):
+    sbatch_takes(login_node, named=None)
+    login_node.never_answers("sbatch")
+    monkeypatch.setattr(submit, "SBATCH_TIMEOUT_S", 0.5)
+    with pytest.raises(RunError, match=r"not clear .*has not answered sbatch within 0\.5 s"):
+        submit.submit(sweep.overrides)
+    assert len(list((sweep.runs / ".submissions").glob("2*"))) == 1
+
+
+def test_what_slurm_refuses_leaves_nothing_behind(login_node, sweep):
+    sbatch_takes(login_node, err="sbatch: error: Batch job submission failed: Job violates QOS\n", code=1, named=None)
+    with pytest.raises(RunError, match=r"SLURM has refused: .*Job violates QOS"):
+        submit.submit(sweep.overrides)
+    assert list((sweep.runs / ".submissions").glob("2*")) == []
+
+
+def test_a_submission_is_found_by_its_name_in_the_accounts_too(login_node):
+    login_node.answers("sacct", "a banner\n91_0|COMPLETED|node1|0:0\n91_[1-2]|PENDING|node1|0:0\n")
+    assert queue.find_by_name("sinkformer-12345678", "2026-11-29") == "91"
+    assert "--name=sinkformer-12345678" in login_node.asked("sacct")
+    assert "--starttime=2026-11-29" in login_node.asked("sacct")

@@ -133,3 +133,12 @@ def test_a_thousand_runs_in_seconds():
     runs = plan(["experiment=mnist_patches", "attention=sinkhorn,softmax", "model.patch_size=7,14", "seed=range(250)"])
     assert len({run.run.path for run in runs}) == 1000
     assert time.process_time() - start < 15
+
+
+def test_seven_is_seven_in_a_plan_too(capsys):
+    """7.0 finds the learning rate of 7, and is the same run."""
+    (run,) = plan(["experiment=mnist_patches", "attention=softmax", "model.patch_size=7,7.0"])
+    assert run.config["optimizer"]["lr"] == 2e-3
+    assert "1 of 2 runs of this sweep are equal to others" in capsys.readouterr().err
+    runs = plan(["experiment=mnist_patches", "attention=softmax", "model.patch_size=14.0,7.0"])
+    assert [one.config["optimizer"]["lr"] for one in runs] == [5e-4, 2e-3]

@@ -7,6 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import wandb
 
 from slurm import sync
 from slurm.sync import main, newest_attempts
@@ -16,6 +17,12 @@ KEY = "0123456789abcdef" * 3
 WANDB = """#!/bin/sh
 echo "$@" >> '{folder}/calls'
 for last; do :; done
+case "$last" in *refused*)
+    echo "wandb: Syncing 1 run(s):"
+    echo "wandb: ERROR Failed to get resume status: returned error 403: not for $WANDB_API_KEY" >&2
+    echo "wandb: ERROR " >&2
+    exit 0;;
+esac
 case "$last" in *{bad}*) echo "error: 401 for key $WANDB_API_KEY, or wandb_v1_abc_DEF" >&2; exit 1;; esac
 touch "$last/run-fake.wandb.synced"
 """
@@ -127,6 +134,96 @@ def test_one_failure_does_not_hold_up_the_others_and_no_key_is_shown(runs, uploa
     assert KEY not in err
     assert main(words) == 1
     assert [name[-8:] for name in uploads()] == ["bad00001", "00000002", "bad00001"]
+
+
+def test_what_the_server_refuses_is_not_done(runs, uploads, server, capsys):
+    """There wandb exits with 0 too, and leaves no mark."""
+    attempt(runs, "a-00000001", 3)
+    refused = attempt(runs, "refused-00000002", 3)
+    words = [f"paths.runs={runs}"]
+    for _ in range(2):
+        assert main(words) == 1
+        err = capsys.readouterr().err
+        said = "wandb does not upload it: Failed to get resume status: returned error 403: not for ***"
+        assert f"error: {refused}: {said}\n" in err
+        assert "uploaded: " not in err
+    assert [name[-8:] for name in uploads()] == ["00000001", "00000002", "00000002"]
+    assert not (refused.parent / sync.UPLOADED).exists()
+
+
+def test_what_was_marked_without_wandbs_word_is_tried_again(runs, uploads, server):
+    folder = attempt(runs, "a-00000001", 3)
+    [upload] = newest_attempts(folder.parent.parent)
+    upload.note_done(upload.size)
+    assert main([f"paths.runs={runs}"]) == 0
+    assert uploads() == [folder.name]
+    # A mark of an upload before says nothing of this one.
+    (folder / "run-00000001.wandb").write_bytes(b"x" * 30)
+    folder.rename(folder.with_name("offline-run-20261103_101010-refused1"))
+    moved = folder.with_name("offline-run-20261103_101010-refused1")
+    (moved / "run-00000001.wandb").rename(moved / "run-refused1.wandb")
+    assert main([f"paths.runs={runs}"]) == 1
+
+
+def test_an_empty_log_is_named(runs, uploads, server, capsys):
+    folder = attempt(runs, "a-00000001", 3, size=0)
+    assert main([f"paths.runs={runs}"]) == 1
+    assert f"error: {folder}: its log is empty" in capsys.readouterr().err
+    assert uploads() == []
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        code, content = self.server.answer
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((401, {"error": "who are you?"}), "returned error 401"),
+        ((404, {"error": "no such project"}), "returned error 404"),
+        ((200, {"errors": [{"message": "not in this project"}], "data": None}), "not in this project"),
+    ],
+)
+def test_wandb_itself(tmp_path, monkeypatch, capsys, answer, words):
+    """Its own program against a server that refuses: what it exits with is not believed."""
+    folder = tmp_path / "runs" / "mnist_patches" / "a-00000001"
+    folder.mkdir(parents=True)
+    run = wandb.init(
+        id="00000001", project="p", dir=folder, mode="offline", resume="allow", settings=wandb.Settings(silent=True)
+    )
+    run.log({"a": 1})
+    run.finish()
+    wandb.teardown()
+    httpd = HTTPServer(("127.0.0.1", 0), _Refusing)
+    httpd.answer = answer
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{httpd.server_port}")
+    monkeypatch.setattr(sync, "server", lambda: f"http://127.0.0.1:{httpd.server_port}")
+    try:
+        assert main([f"paths.runs={tmp_path / 'runs'}"]) == 1
+    finally:
+        httpd.shutdown()
+        thread.join()
+        httpd.server_close()
+    err = capsys.readouterr().err
+    assert words in err
+    assert "error: 1 of 1 runs could not be uploaded" in err
 
 
 def test_a_server_that_refuses_all_is_not_asked_a_thousand_times(runs, uploads, server, capsys):

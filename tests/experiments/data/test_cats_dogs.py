@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageCms
 from torchvision.transforms import v2
 
 from experiments.config import CONFIGS, compose, resolve
@@ -122,6 +122,164 @@ def test_faulty_files_are_named_and_left_out_and_odd_ones_kept(store, capsys):
     assert "5 files left out:\n  train/Thumbs.db: no image" in printed
 
 
+def test_the_same_photograph_under_several_names_counts_once(tmp_path, capsys):
+    """Otherwise one copy is trained on and another one tested on."""
+    source = tmp_path / "source" / "train"
+    source.mkdir(parents=True)
+    for number in range(12):
+        (source / f"cat.{number}.jpg").write_bytes(picture(number % 10))
+        (source / f"dog.{number}.jpg").write_bytes(picture(50 + number))
+    (source / "dog.3.jpg").write_bytes(picture(5))  # cat.5.jpg as well
+    assert prepare(["cats_dogs", "--folder", str(tmp_path), "--archive", str(source.parent), "--jobs=1"]) == 0
+    printed = capsys.readouterr().out
+    assert "20 photographs in " in printed
+    assert "  cat.10.jpg: the same photograph as cat.0.jpg, which counts once" in printed
+    assert "  cat.5.jpg: the same photograph is a cat and a dog: cat.5.jpg, dog.3.jpg" in printed
+    index = cats_dogs.read_index(tmp_path / "cats_dogs")
+    assert sorted(index.errors) == ["cat.10.jpg", "cat.11.jpg", "cat.5.jpg", "dog.3.jpg"]
+    assert (index.labels.count(0), index.labels.count(1)) == (9, 11)
+    packed = (tmp_path / "cats_dogs" / index.file).read_bytes()
+    places = zip(index.offsets, index.lengths, strict=True)
+    assert len({packed[offset : offset + length] for offset, length in places}) == 20
+    (tmp_path / "cats_dogs" / index.file).write_bytes(packed[:-400])
+    assert cats_dogs.read_index(tmp_path / "cats_dogs") is None
+
+
+GRID = np.add.outer(np.arange(12), 2 * np.arange(10)).astype(np.uint8) * 8
+SHAPE = GRID.shape[::-1]
+
+
+def of_mode(mode):
+    """GRID as an image of a mode, by its meaning."""
+    grey = Image.fromarray(GRID)
+    if mode.startswith("I;16"):
+        kind = ">u2" if mode.endswith("B") else "<u2"
+        return Image.frombytes(mode, SHAPE, (GRID.astype(kind) * 257).astype(kind).tobytes())
+    if mode in ("La", "RGBa", "PA"):
+        return grey.convert({"RGBa": "RGBA"}.get(mode, "LA")).convert(mode)
+    if mode == "HSV":
+        return grey.convert("RGB").convert("HSV")
+    if mode == "LAB":
+        lab = ImageCms.createProfile("LAB")
+        return ImageCms.profileToProfile(grey.convert("RGB"), ImageCms.createProfile("sRGB"), lab, outputMode="LAB")
+    return grey.convert(mode)
+
+
+MODES = ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "F"]
+MODES += ["I;16", "I;16L", "I;16B"]
+# Those that lose a little; what a format cuts to a byte when it is written is gone.
+LOSSY = {"JPEG": 12, "MPO": 12, "AVIF": 12, "GIF": 6}
+LOSSLESS = {"WEBP": {"lossless": True}}
+CUT = {"WEBP", "GIF", "AVIF", "SPIDER"}
+
+
+def written():
+    Image.init()
+    for mode in MODES:
+        for kind in sorted(Image.SAVE):
+            file = io.BytesIO()
+            try:
+                of_mode(mode).save(file, kind, **LOSSLESS.get(kind, {}))
+                Image.open(io.BytesIO(file.getvalue())).load()
+            except (OSError, ValueError, KeyError, AttributeError, TypeError, NotImplementedError, ImportError):
+                continue  # Pillow does not write it, or does not read what it has written
+            if not (mode.startswith("I;16") and kind in CUT):
+                yield pytest.param(mode, kind, file.getvalue(), id=f"{mode} {kind}")
+
+
+WRITTEN = list(written())
+
+
+def test_many_modes_and_formats_are_tried():
+    assert {param.values[0] for param in WRITTEN} == {*MODES} - {"La"}  # in which no format can be written
+    assert len(WRITTEN) > 100
+    assert {("I;16", "PNG"), ("I;16B", "TIFF"), ("F", "TIFF"), ("CMYK", "JPEG")} <= {p.values[:2] for p in WRITTEN}
+
+
+@pytest.mark.parametrize(("mode", "kind", "content"), WRITTEN)
+def test_every_mode_that_pillow_writes_keeps_its_pattern(mode, kind, content):
+    image = photos.decode(content)
+    assert image.mode == "RGB"
+    if image.size != SHAPE:  # ICO may choose another size
+        pytest.skip(f"{kind} writes another size")
+    expected = np.asarray(of_mode(mode).convert("L") if mode == "1" else Image.fromarray(GRID)).astype(int)
+    difference = np.abs(np.asarray(image).astype(int) - expected[..., None]).max()
+    assert difference <= (60 if mode == "1" and kind in LOSSY else LOSSY.get(kind, 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "top"),
+    [
+        (GRID / 255.0, 1.0),
+        (GRID * 1.0, 255.0),
+        (GRID * 257.0, 65535.0),
+        (GRID * 1000.0 - 7.0, None),
+        (np.where(GRID == 0, np.nan, GRID * 1.0), 255.0),
+    ],
+)
+def test_fractions_and_numbers_without_a_range(values, top):
+    file = io.BytesIO()
+    Image.fromarray(values.astype(np.float32)).save(file, "TIFF")
+    found = np.asarray(photos.decode(file.getvalue()))[..., 0].astype(int)
+    hidden = np.isnan(values)
+    expected = values * 255 / top if top else (values - values.min()) * 255 / np.ptp(values)
+    assert np.abs(found - np.where(hidden, 255, expected)).max() <= 1
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_are_turned_upright(kind, orientation):
+    """As ImageOps does it by itself: the stored pixels are turned as Exif says."""
+    grey = Image.fromarray(GRID)
+    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # Image.Transpose by the tag's value
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    grey.save(file, kind, exif=exif, **LOSSLESS.get(kind, {}))
+    expected = grey.transpose(Image.Transpose(turns[orientation])) if orientation > 1 else grey
+    found = photos.decode(file.getvalue())
+    assert found.size == expected.size
+    assert np.abs(np.asarray(found)[..., 0].astype(int) - np.asarray(expected)).max() <= LOSSY.get(kind, 0)
+
+
+def hiding(kind):
+    """White paper that hides red: the left half is transparent, or of the colour that is."""
+    pixels = np.full((8, 10, 4), (0, 0, 255, 255), dtype=np.uint8)
+    pixels[:, :5] = (255, 0, 0, 0)
+    rgba = Image.fromarray(pixels)
+    file = io.BytesIO()
+    if kind == "RGBA":
+        rgba.save(file, "PNG")
+    elif kind == "premultiplied":
+        rgba.convert("RGBa").convert("RGBA").save(file, "TIFF")
+    elif kind == "colour key":
+        rgba.convert("RGB").save(file, "PNG", transparency=(255, 0, 0))
+    elif kind == "palette":
+        rgba.convert("RGB").quantize(2).save(file, "PNG", transparency=rgba.convert("RGB").quantize(2).getpixel((0, 0)))
+    elif kind == "GIF":
+        rgba.convert("RGB").quantize(2).save(file, "GIF", transparency=rgba.convert("RGB").quantize(2).getpixel((0, 0)))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["RGBA", "premultiplied", "colour key", "palette", "GIF"])
+def test_hidden_colours_do_not_appear(kind):
+    found = np.asarray(photos.decode(hiding(kind)))
+    assert (found[:, :5] == (255, 255, 255)).all()
+    assert (found[:, 5:] == (0, 0, 255)).all()
+
+
+def test_half_transparent_pixels_are_mixed_with_white():
+    file = io.BytesIO()
+    Image.new("LA", (2, 2), (0, 127)).save(file, "PNG")
+    assert (np.asarray(photos.decode(file.getvalue())) == 128).all()
+    grey = Image.fromarray(GRID.astype(np.uint16) * 257)
+    file = io.BytesIO()
+    grey.save(file, "PNG", transparency=0)
+    found = np.asarray(photos.decode(file.getvalue()))[..., 0]
+    assert found[0, 0] == 255
+    assert (found[1:] == GRID[1:]).all()
+
+
 def test_kept_files_are_kept_byte_for_byte(store):
     index = cats_dogs.read_index(store / "cats_dogs")
     packed = (store / "cats_dogs" / index.file).read_bytes()
@@ -212,8 +370,8 @@ def test_sources_that_are_refused(tmp_path, make, words):
 def test_names_that_cannot_be_printed_are_escaped(tmp_path):
     folder = tmp_path / "train"
     folder.mkdir()
-    for name in (b"cat.\xff\xfe.jpg", b"dog.1.jpg"):
-        write(Path(os.fsdecode(os.fsencode(folder) + b"/" + name)), picture(1))
+    for number, name in enumerate((b"cat.\xff\xfe.jpg", b"dog.1.jpg")):
+        write(Path(os.fsdecode(os.fsencode(folder) + b"/" + name)), picture(number))
     (folder / "dog.\t\x1b[2J\n.jpg").write_bytes(b"")
     report = cats_dogs.prepare(tmp_path, folder, jobs=1, quiet=True)
     assert report.counts == {"cat": 1, "dog": 1}

@@ -87,6 +87,23 @@ def test_a_second_axis_gives_panels(make_runs, figure):
     }
 
 
+def test_data_sets_are_not_joined_by_a_line(make_runs, figure):
+    """There is nothing between them; their names have no order."""
+    for name, value in (("mnist", 0.9), ("mnist5k", 0.8)):
+        config = {"data._target_": f"experiments.data.{name}.{name.upper()}", "data.name": name}
+        make_runs({"softmax": [value, value + 0.05], 5: [value + 0.01]}, config=config)
+    axes = figure().axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["MNIST", "MNIST5K"]
+    assert lines(axes)["softmax"] == pytest.approx([0.925, 0.825])
+    drawn = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    assert {line.get_linestyle() for line in drawn} == {"None"}
+    assert bands(axes) == []
+    make_runs({"softmax": [0.5, 0.7]}, patch_size=7, experiment="other")
+    make_runs({"softmax": [0.6, 0.8]}, patch_size=14, experiment="other")
+    (line,) = figure("other").axes[0].get_lines()
+    assert line.get_linestyle() == "-"
+
+
 def test_saving_in_one_form_does_not_change_the_next(make_runs, figure):
     make_runs({"softmax": [0.5, 0.7], 5: [0.6, 0.9]}, patch_size=7)
     first = png(figure())

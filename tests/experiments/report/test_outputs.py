@@ -202,3 +202,15 @@ def test_a_watch_that_cannot_be(tmp_path, capsys, seconds):
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--watch", seconds])
     assert "--watch" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_finished_is_not_its_own_only_one(make_run, capsys):
+    folder = make_run("softmax", 0, state="failed", message="out of memory")
+    assert main([str(folder)]) == 1
+    err = capsys.readouterr().err
+    assert f"no report: {folder} is no finished run (" in err or f"{folder} is no finished run (" in err
+    assert "the only one" not in err
+    assert "out of memory" in err
+    assert main([str(folder.parent)]) == 1
+    err = capsys.readouterr().err
+    assert f"no finished run under {folder.parent}: the only one is {folder}" in err
