@@ -116,7 +116,7 @@ def _attend_block(heads: Heads, group: slice, rows: slice, bias: Tensor | float,
     if heads.query_mask is not None:
         query = query.masked_fill(~heads.query_mask[group][:, rows].unsqueeze(2), 0.0)
     with without_autocast(query):
-        scores, attn_bias = heads.scale * query @ key.mT, heads.bias(group, rows)
+        scores, attn_bias = heads.scale * query @ key.transpose(1, 2), heads.bias(group, rows)
         coupling = _map(scores if attn_bias is None else scores + attn_bias, _support(heads, group, rows), bias)
         dropout = heads.dropout(group, rows)
         output = (coupling if dropout is None else coupling * dropout) @ value
