@@ -8,7 +8,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 from sinkhorn_attention import sinkhorn_attention
-from sinkhorn_attention.engines import PORTABLE, RECOMPUTING, domains, exponential, portable, scratch
+from sinkhorn_attention.engines import (
+    PORTABLE,
+    RECOMPUTING,
+    domains,
+    exponential,
+    exponential_backward,
+    portable,
+    scratch,
+)
 from sinkhorn_attention.engines.operator import Operator
 from sinkhorn_attention.engines.problem import Problem
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,6 +104,7 @@ def peak_of_scratch():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exponential, "borrow", counting)
+        patch.setattr(exponential_backward, "borrow", counting)
         yield peak
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .domains import BOUNDED, LOG_DOMAIN, SHIFTED, bounded_heads, merge_domains, padding_may_stay, runs, trusted_heads
-from .exponential import exponential_backward, exponential_forward
+from .exponential import exponential_forward
+from .exponential_backward import exponential_backward
 from .heads import Gradients, Heads
 from .log_domain import log_domain_backward, log_domain_forward
 from .operator import Results, State
