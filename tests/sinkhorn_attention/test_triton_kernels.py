@@ -158,7 +158,7 @@ def test_a_failing_kernel_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     from sinkhorn_attention.engines import triton_kernels
 
     monkeypatch.setattr(triton_kernels, "forward_kernel", {(2,): None})
-    with pytest.raises(RuntimeError, match=r"(?s)Triton engine .* failed on c.*backend='dense'") as raised:
+    with pytest.raises(RuntimeError, match=r"(?s)Triton engine .* failed on c.*backend='portable'") as raised:
         sinkhorn_attention(*tokens(4, 5, 2), backend="triton")
     assert isinstance(raised.value.__cause__, TypeError)
 

@@ -113,7 +113,7 @@ def launching(device: torch.device) -> Iterator[None]:
     except Exception as error:
         raise RuntimeError(
             f"the Triton engine of Sinkhorn attention failed on {device}: {type(error).__name__}: {error}\n"
-            "Pass backend='streaming' or backend='dense', which need no kernels of their own."
+            "Pass backend='portable', or 'streaming', which need no kernels of their own."
         ) from error
 
 
