@@ -125,9 +125,9 @@ def run_table(results: Results) -> Table:
             *_place(results, cell),
             cell.attention.label,
             str(run.seed),
-            number(run.chosen),
+            _ending(run.chosen, results.quantity),
             str(run.best_epoch),
-            number(run.last),
+            _ending(run.last, results.quantity),
             str(run.last_epoch),
             run.finished or NOTHING,
         )

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..errors import RunError
 from ..files import write_atomic
+from .finite import FiniteNumbers
 from .recorder import Recorder
 from .stopping import StopRequest
 
@@ -88,14 +89,23 @@ class RunCheckpoints(Checkpoint):
     Args:
         folder: of the checkpoints.
         recorder: has the metrics that choose the best epoch.
+        numbers: looked at before a save, so that no checkpoint holds weights that are NaN.
         metric: "accuracy" (highest is best) or "loss" (lowest).
         split: the split that it is taken from.
         every_n_steps: also save within epochs, or None.
     """
 
-    def __init__(self, folder: Path, recorder: Recorder, metric: str, split: str, every_n_steps: int | None) -> None:
-        self.folder, self.recorder, self.metric, self.split = folder, recorder, metric, split
-        self.every_n_steps = every_n_steps
+    def __init__(
+        self,
+        folder: Path,
+        recorder: Recorder,
+        numbers: FiniteNumbers,
+        metric: str,
+        split: str,
+        every_n_steps: int | None,
+    ) -> None:
+        self.folder, self.recorder, self.numbers = folder, recorder, numbers
+        self.metric, self.split, self.every_n_steps = metric, split, every_n_steps
         self.best: dict[str, Any] | None = None
         self.position = {"epoch": 0, "batch": 0}
         self.stop = StopRequest()
@@ -136,6 +146,7 @@ class RunCheckpoints(Checkpoint):
             raise SIGTERMException
 
     def _save(self, trainer: L.Trainer, epoch: int, batch: int, also: dict[str, Any] | None = None) -> None:
+        self.numbers.look(trainer)
         self.position = {"epoch": epoch, "batch": batch}
         trainer.save_checkpoint(self.folder / checkpoint_name(trainer.global_step))
         if trainer.is_global_zero:

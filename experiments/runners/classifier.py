@@ -32,9 +32,12 @@ class RunningMetrics(nn.Module):
     def __init__(self, num_classes: int, mean_over: str = "samples") -> None:
         super().__init__()
         self.by_batch = mean_over == "batches"
-        self.loss = MeanMetric()
+        # NaN is to be seen: by default torchmetrics leaves it out of the mean.
+        self.loss = MeanMetric(nan_strategy="disable")
         self.accuracy: Metric = (
-            MeanMetric() if self.by_batch else MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+            MeanMetric(nan_strategy="disable")
+            if self.by_batch
+            else MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         )
         for metric in (self.loss, self.accuracy):
             metric.persistent(True)

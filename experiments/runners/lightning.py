@@ -21,12 +21,13 @@ from sinkhorn_attention.diagnostics import record_attention
 
 from ..config import PRECISIONS
 from ..data.base import BatchSampler, DataModule
-from ..errors import RunError
+from ..errors import Diverged, RunError
 from ..files import explain_full_disk, full_disk, is_full_disk
 from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
 from .classifier import Classifier
 from .columns import ColumnSums, recorded_batch
+from .finite import FiniteNumbers, check_finite
 from .origin import Origin
 from .recorder import Recorder, close_loggers, make_loggers
 from .run_dir import RUN_FOLDER, RunDir
@@ -45,6 +46,7 @@ class Plan:
     module: Classifier
     trainer: L.Trainer
     recorder: Recorder
+    numbers: FiniteNumbers
     checkpoints: RunCheckpoints
     columns: ColumnSums | None
 
@@ -74,10 +76,10 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
             module.load_state_dict(read_checkpoint(begin.checkpoint)["state_dict"])
     bar = settings["progress_bar"] and sys.stderr.isatty()
     recorder = Recorder(run.path, split, config["logger"]["csv"], lines=not bar)
-    checkpoints = RunCheckpoints(
-        run.checkpoints, recorder, config["protocol"]["metric"], split, settings["checkpoint_every_n_steps"]
-    )
-    callbacks: list[Callback] = [recorder, checkpoints]
+    numbers = FiniteNumbers()
+    metric, every = config["protocol"]["metric"], settings["checkpoint_every_n_steps"]
+    checkpoints = RunCheckpoints(run.checkpoints, recorder, numbers, metric, split, every)
+    callbacks: list[Callback] = [numbers, recorder, checkpoints]
     columns = None
     if config["columns"]["every"] is not None:
         with explained("columns", config["columns"]):
@@ -116,7 +118,7 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
                 "the model has batch normalisation, whose statistics torch shares among GPUs but not among processes "
                 "on CPUs: take trainer.devices=1 and trainer.num_nodes=1 there"
             )
-    return Plan(config, data, module, trainer, recorder, checkpoints, columns)
+    return Plan(config, data, module, trainer, recorder, numbers, checkpoints, columns)
 
 
 def _has_batch_norm(module: torch.nn.Module) -> bool:
@@ -221,8 +223,6 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             if start is None and plan.config["protocol"]["initial"]:
                 _evaluate_initial(plan)
         _fit(plan, loader, None if start is None else start[0])
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
         return _evaluate_and_sum_up(plan, run) if first else {}
 
 
@@ -231,6 +231,7 @@ def _evaluate_initial(plan: Plan) -> None:
     protocol = plan.config["protocol"]
     for split in [protocol["select_on"], *(["test"] if protocol["test"] and protocol["select_on"] != "test" else [])]:
         metrics = evaluate(plan.config, plan.module, plan.data, split, 0)
+        check_finite(metrics, split, 0, 0)
         plan.recorder.add({"epoch": 0, "step": 0, "split": split, **metrics}, plan.trainer.loggers)
 
 
@@ -241,6 +242,11 @@ def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
         loading.worker_init_fn = left_to_the_main_process
     try:
         trainer.fit(plan.module, loader, evaluated, ckpt_path=checkpoint, weights_only=True)
+    except Diverged:
+        _leave_the_others()
+        if not trainer.is_global_zero:
+            raise SystemExit(0) from None  # the first process tells
+        raise
     except SIGTERMException:
         if not trainer.is_global_zero:
             raise SystemExit(0) from None
@@ -250,6 +256,13 @@ def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
     except SystemExit:
         _told_of_ctrl_c(trainer)
         raise
+    _leave_the_others()
+
+
+def _leave_the_others() -> None:
+    """Ends what joins the processes of a run, at a point that all of them reach: a sweep's next run joins anew."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _told_of_ctrl_c(trainer: L.Trainer) -> None:
@@ -276,6 +289,7 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
                 weights = read_checkpoint(run.checkpoints / place["checkpoint"])["state_dict"]
                 plan.module.load_state_dict(weights)
                 metrics = evaluate(config, plan.module, plan.data, "test", place["epoch"])
+                check_finite(metrics, "test", place["step"], place["epoch"])
                 row = {"epoch": place["epoch"], "step": place["step"], "split": "test", **metrics}
                 recorder.add(row, plan.trainer.loggers)
             place["test"] = recorder.metrics(place["epoch"], "test")
@@ -296,6 +310,8 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
         "data": plan.data.facts(),
         "selected_on": protocol["select_on"],
         "metric": protocol["metric"],
+        # Only fp16 has them.
+        **({"skipped_steps": plan.numbers.skipped} if config["trainer"]["precision"] == "fp16" else {}),
         **places,
     }
     close_loggers(plan.trainer.loggers, result)

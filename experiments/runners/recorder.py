@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from ..files import append_line, json_line, write_atomic
 from .classifier import Classifier
+from .finite import check_finite
 from .run_dir import identity
 
 Row = dict[str, Any]
@@ -126,6 +127,7 @@ class Recorder(RunLog, Callback):
         epoch, step = trainer.current_epoch + 1, trainer.global_step
         seconds = time.perf_counter() - self._epoch_start
         for split, metrics in (("train", {**train, "lr": pl_module.last_rate}), (self.split, evaluated)):
+            check_finite(metrics, split, step, epoch, pl_module.last_rate)
             row = {"epoch": epoch, "step": step, "split": split, **metrics}
             if trainer.is_global_zero:
                 self.add(row, trainer.loggers)

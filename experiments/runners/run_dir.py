@@ -18,8 +18,9 @@ In the folder:
   were repeated after a kill stand there twice.
 - `checkpoints/step<8 digits>.ckpt`: the two newest and the best; in the end the best and the last.
 - `result.json`: written last, so its presence means finished: `hash`, `experiment`, `label`, `seed`, `epochs`, `steps`,
-  `n_params`, `data`, `selected_on` (the split that chose the epoch), `metric`, and `best` and `last`, each with
-  `epoch`, `step`, `checkpoint` and the metrics of `val` and `test` (each only where the protocol evaluates it).
+  `n_params`, `data`, `selected_on` (the split that chose the epoch), `metric`, `skipped_steps` (of fp16, whose scaler
+  leaves out steps that overflow), and `best` and `last`, each with `epoch`, `step`, `checkpoint` and the metrics of
+  `val` and `test` (each only where the protocol evaluates it).
 - `column_sums.jsonl`: column sums of the attention, where `columns.every` asks for them: see `columns`.
 - `metrics.csv`, `wandb/`, `tensorboard/`: where the logger asks for them; copies of metrics.jsonl.
 """
