@@ -56,11 +56,10 @@ def read_trials(folder: Path) -> list[Trial]:
     """
     trials = []
     console = Console(stderr=True)
-    cards = sorted(folder.glob("*/run.json"))
-    for card in track(cards, "runs", console=console, transient=True, disable=not console.is_terminal):
-        run = card.parent
+    folders = sorted({file.parent for name in ("result.json", "run.json") for file in folder.glob(f"*/{name}")})
+    for run in track(folders, "runs", console=console, transient=True, disable=not console.is_terminal):
         diverged = not (run / "result.json").is_file()
-        if diverged and read_record(card).get("state") != "diverged":
+        if diverged and read_record(run / "run.json").get("state") != "diverged":
             continue
         config = read_config(run)
         try:

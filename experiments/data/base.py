@@ -29,11 +29,16 @@ class SampleKey(NamedTuple):
     epoch: int
 
 
+class Borrowed(list[SampleKey]):
+    """The share of a rank that a batch has no sample left for: one of another rank, which is not to be counted."""
+
+
 class BatchSampler(Sampler[list[SampleKey]]):
     """Batches of sample keys, split over the ranks.
 
     Every rank sees the same global batches and takes every world_size-th sample of each, so that the number of devices
-    changes neither the batches nor the number of steps.
+    changes neither the batches nor the number of steps. A rank that a small last batch leaves without a sample borrows
+    one (`Borrowed`), since all ranks compute together.
 
     Args:
         size: number of samples.
@@ -74,6 +79,15 @@ class BatchSampler(Sampler[list[SampleKey]]):
         """Goes to a batch in the middle of an epoch; later epochs are whole."""
         self.epoch, self._start = epoch, (epoch, batch)
 
+    def samples(self, batch: int) -> int:
+        """Samples of a batch of the epoch, over all ranks."""
+        return min(self.batch_size, self.size - batch * self.batch_size)
+
+    def samples_of_step(self, batch: int, batches: int) -> int:
+        """Samples of the step that a batch is part of: a step has so many batches, an epoch's last perhaps fewer."""
+        first = batch - batch % batches
+        return sum(self.samples(number) for number in range(first, min(first + batches, len(self))))
+
     def __len__(self) -> int:
         """Batches of a whole epoch."""
         return (self.size - 1) // self.batch_size + (not self.drop_trailing)
@@ -84,8 +98,20 @@ class BatchSampler(Sampler[list[SampleKey]]):
         if self.shuffle:
             order = torch.randperm(self.size, generator=generator("shuffle", self.seed, epoch)).tolist()
         for batch in range(start if epoch == start_epoch else 0, len(self)):
-            mine = order[batch * self.batch_size : (batch + 1) * self.batch_size][self.rank :: self.world_size]
-            yield [SampleKey(index, self.seed, epoch) for index in mine]
+            whole = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            mine = [SampleKey(index, self.seed, epoch) for index in whole[self.rank :: self.world_size]]
+            yield mine or Borrowed([SampleKey(whole[0], self.seed, epoch)])
+
+
+class Shares(Dataset[Batch]):
+    """Batches of a data set by what a `BatchSampler` gives; those that are borrowed have inputs and no labels."""
+
+    def __init__(self, dataset: "Dataset[Batch]") -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, keys: list[SampleKey]) -> Batch:
+        *inputs, labels = self.dataset[keys]
+        return (*inputs, labels[:0] if isinstance(keys, Borrowed) else labels)
 
 
 class DataModule(ABC):
@@ -147,9 +173,12 @@ class DataModule(ABC):
 
     def train_loader(self, seed: int, rank: int = 0, world_size: int = 1) -> "DataLoader[Batch]":
         """Batches to train on; its `sampler` is a `BatchSampler`."""
+        return self._loader(self.dataset(self.train_on, augment=True), self.train_sampler(seed, rank, world_size))
+
+    def train_sampler(self, seed: int, rank: int = 0, world_size: int = 1) -> BatchSampler:
+        """Which samples the batches to train on have."""
         size = sum(self.sizes[split] for split in self.train_on)
-        sampler = BatchSampler(size, self.batch_size, seed, True, rank, world_size, self.drop_trailing)
-        return self._loader(self.dataset(self.train_on, augment=True), sampler)
+        return BatchSampler(size, self.batch_size, seed, True, rank, world_size, self.drop_trailing)
 
     def eval_loader(self, split: str, rank: int = 0, world_size: int = 1) -> "DataLoader[Batch]":
         """Batches of a split in its own order, every sample once, or, with `drop_trailing`, all but the last batch."""
@@ -158,7 +187,7 @@ class DataModule(ABC):
 
     def _loader(self, dataset: "Dataset[Batch]", sampler: BatchSampler) -> "DataLoader[Batch]":
         return DataLoader(
-            dataset,
+            Shares(dataset),
             batch_size=None,
             sampler=sampler,
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # batches come whole from the dataset

@@ -119,7 +119,6 @@ def budget_table(results: Results) -> Table:
 def run_table(results: Results) -> Table:
     """Every run that counts, with its own numbers."""
     listed = [(cell, run) for cell in results.cells for run in cell.runs]
-    number = results.quantity.number
     rows = tuple(
         (
             *_place(results, cell),

@@ -108,15 +108,17 @@ class RunCheckpoints(Checkpoint):
         self.metric, self.split, self.every_n_steps = metric, split, every_n_steps
         self.best: dict[str, Any] | None = None
         self.position = {"epoch": 0, "batch": 0}
+        self.processes = 1
         self.stop = StopRequest()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "position": self.position}
+        return {"best": self.best, "position": self.position, "processes": self.processes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.position = state_dict["best"], state_dict["position"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.processes = trainer.world_size
         self.stop.listen()
 
     def on_train_batch_end(

@@ -1,5 +1,6 @@
 """Trains and evaluates a run with Lightning: data, model, optimizer and schedule as the configuration names them."""
 
+import copy
 import logging
 import os
 import signal
@@ -66,6 +67,9 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
     split, settings = config["protocol"]["select_on"], config["trainer"]
     started_by = processes(settings["devices"], settings["num_nodes"])
     data, module = build(config, None if begin is None else begin.rate)
+    if settings["precision"] == "64":
+        # Lightning converts it after it has loaded a checkpoint, whose weights would be rounded to float32 on the way.
+        module.double()
     if begin is not None:
         if begin.data["name"] == data.name and begin.data["split_hash"] != data.split_hash:
             raise RunError(
@@ -113,16 +117,49 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
-        if trainer.world_size > 1 and trainer.strategy.root_device.type == "cpu" and _has_batch_norm(module):
-            raise ValueError(
-                "the model has batch normalisation, whose statistics torch shares among GPUs but not among processes "
-                "on CPUs: take trainer.devices=1 and trainer.num_nodes=1 there"
-            )
+        _check_shares(data, module, trainer)
     return Plan(config, data, module, trainer, recorder, numbers, checkpoints, columns)
 
 
-def _has_batch_norm(module: torch.nn.Module) -> bool:
-    return any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules())
+def _check_shares(data: DataModule, module: Classifier, trainer: L.Trainer) -> None:
+    """Refuses batches that are too small for the processes, or for batch normalisation.
+
+    Raises:
+        ValueError: says which.
+    """
+    world = trainer.world_size
+    if data.batch_size < world:
+        raise ValueError(
+            f"data.batch_size={data.batch_size} is divided among {world} processes (trainer.devices × "
+            "trainer.num_nodes), which leaves some without a sample at every step: take a larger batch, or fewer"
+        )
+    if not any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
+        return
+    if world > 1 and trainer.strategy.root_device.type == "cpu":
+        raise ValueError(
+            "the model has batch normalisation, whose statistics torch shares among GPUs but not among processes "
+            "on CPUs: take trainer.devices=1 and trainer.num_nodes=1 there"
+        )
+    sampler = data.train_sampler(0)
+    last = sampler.samples(len(sampler) - 1)
+    where = f"an epoch's last batch holds {last} of {sampler.size} samples (data.batch_size={data.batch_size})"
+    if last < world:
+        raise ValueError(
+            f"the model has batch normalisation, and {where}, fewer than the {world} processes: one that has none "
+            "would change the statistics. Take another batch size, data.drop_trailing=true where the data have it, or "
+            "fewer processes"
+        )
+    if last == 1:
+        *inputs, _ = trainer.precision_plugin.convert_input(next(iter(data.eval_loader("train"))))
+        trial = copy.deepcopy(module.model).train()
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                trial(*(tensor[:1] for tensor in inputs))
+        except ValueError as error:
+            raise ValueError(
+                f"the model has batch normalisation, and {where}, which has no variance: take another batch size, or "
+                f"data.drop_trailing=true where the data have it ({' '.join(str(error).split())})"
+            ) from error
 
 
 def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classifier]:
@@ -214,6 +251,13 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             if first:
                 run.note_resumed(step)
                 print(f"goes on from epoch {position['epoch']}, step {step}", file=sys.stderr)
+                before, now = states[plan.checkpoints.state_key].get("processes"), plan.trainer.world_size
+                if before not in (None, now):
+                    print(
+                        f"warning: {now} processes go on with what {before} began: batches, their order and the weight "
+                        "of each sample stay; sums are rounded in another order, and dropout draws other masks",
+                        file=sys.stderr,
+                    )
         if first:
             loggers = make_loggers(plan.config, run.path, run.hash, step)
             plan.trainer.loggers = loggers

@@ -14,6 +14,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
+from ..data.base import BatchSampler
 from ..files import append_line, json_line, write_atomic
 from .classifier import Classifier
 from .finite import check_finite
@@ -119,7 +120,9 @@ class Recorder(RunLog, Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._samples += len(batch[-1])
+        sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]
+        assert isinstance(sampler, BatchSampler)
+        self._samples += sampler.samples(batch_idx)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Classifier)
@@ -134,8 +137,7 @@ class Recorder(RunLog, Callback):
             else:  # every process knows the rows, by which the best epoch is chosen; the first one writes them
                 self.rows.append(row)
         if trainer.is_global_zero:
-            samples = self._samples * trainer.world_size
-            self.add_timing(epoch, step, trainer.max_epochs or epoch, seconds, samples)
+            self.add_timing(epoch, step, trainer.max_epochs or epoch, seconds, self._samples)
 
 
 def make_loggers(config: dict[str, Any], folder: Path, digest: str, step: int) -> list[Logger]:

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from experiments import select_lr
+from experiments.data.base import BatchSampler
 from experiments.errors import Diverged
 from experiments.report.cells import Measure, analyse
 from experiments.report.collect import collect
@@ -151,11 +152,15 @@ class Half(nn.Module):
         return Overflowing.apply(self.layer(inputs).float()) * self.factor
 
 
+class Ones(torch.utils.data.Dataset):
+    def __getitem__(self, keys):
+        return torch.ones(len(keys), 3), torch.tensor([key.sample % 2 for key in keys])
+
+
 def fit(trainer, model, steps):
     module = Classifier(model, 2, 0, lambda parameters: torch.optim.SGD(parameters, lr=0.1), None)
-    batch = (torch.ones(2, 3), torch.tensor([0, 1]))
-    trainer.fit(module, torch.utils.data.DataLoader([batch] * steps, batch_size=None))
-    return module
+    sampler = BatchSampler(2 * steps, 2)
+    trainer.fit(module, torch.utils.data.DataLoader(Ones(), batch_size=None, sampler=sampler))
 
 
 def test_steps_that_fp16_leaves_out_are_counted():
