@@ -82,7 +82,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def steps(size, batch_size, batches, world):
-    """The gradient of each step, summed over its batches and averaged over ranks, as the trainer does; the mean loss."""
+    """The gradient of each step, summed over batches and averaged over ranks as the trainer does, and the mean loss."""
     model = nn.Linear(4, 3).double()
     torch.nn.init.ones_(model.weight)
     torch.nn.init.zeros_(model.bias)
