@@ -167,9 +167,19 @@ class DataModule(ABC):
     def split_hash(self) -> str:
         """Hash of what lies in which split; equal exactly where runs saw the same samples in the same splits."""
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of their numbers."""
+        return tuple(map(str, range(self.num_classes)))
+
     def facts(self) -> dict[str, Any]:
-        """What the run card and the result say of the data."""
-        return {"name": self.name, "split_hash": self.split_hash, "sizes": self.sizes}
+        """What the run card, the checkpoints and the result say of the data."""
+        return {
+            "name": self.name,
+            "split_hash": self.split_hash,
+            "sizes": self.sizes,
+            "classes": list(self.classes),
+        }
 
     def train_loader(self, seed: int, rank: int = 0, world_size: int = 1) -> "DataLoader[Batch]":
         """Batches to train on; its `sampler` is a `BatchSampler`."""
@@ -195,6 +205,26 @@ class DataModule(ABC):
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
+
+
+def other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What tells data from those of before, in words; None where they are the same.
+
+    Args:
+        before: the facts of a run's data. Old runs name no classes.
+        now: the facts of the data at hand.
+    """
+    if before.get("name", now["name"]) != now["name"]:
+        return f"{now['name']}, not {before['name']}"
+    classes = before.get("classes", now["classes"])
+    if len(classes) != len(now["classes"]):
+        return f"{len(now['classes'])} classes, not {len(classes)}"
+    for number, (old, new) in enumerate(zip(classes, now["classes"], strict=True)):
+        if old != new:
+            return f"class {number} is {new!r}, not {old!r}"
+    if before["split_hash"] != now["split_hash"]:
+        return f"their splits have the hash {now['split_hash'][:12]}, not {before['split_hash'][:12]}"
+    return None
 
 
 def _as_it_is(batch: Batch) -> Batch:

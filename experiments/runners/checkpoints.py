@@ -64,8 +64,12 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def newest_valid(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def newest_valid(folder: Path, quiet: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The readable checkpoint with the most steps, whatever the files' times; tells of unreadable ones.
+
+    Args:
+        folder: of the checkpoints.
+        quiet: tells nothing.
 
     Returns:
         Its path and content, or None where there is none.
@@ -75,8 +79,9 @@ def newest_valid(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         try:
             return path, _read(path)
         except ValueError as error:
-            print(f"warning: checkpoint {path} cannot be read and is passed over: {error}", file=sys.stderr)
-    if numbered:
+            if not quiet:
+                print(f"warning: checkpoint {path} cannot be read and is passed over: {error}", file=sys.stderr)
+    if numbered and not quiet:
         print(f"warning: no checkpoint in {folder} can be read: the run begins anew", file=sys.stderr)
     return None
 
@@ -93,6 +98,7 @@ class RunCheckpoints(Checkpoint):
         metric: "accuracy" (highest is best) or "loss" (lowest).
         split: the split that it is taken from.
         every_n_steps: also save within epochs, or None.
+        data: facts of the data, which every checkpoint holds: its weights mean nothing on others.
     """
 
     def __init__(
@@ -103,7 +109,9 @@ class RunCheckpoints(Checkpoint):
         metric: str,
         split: str,
         every_n_steps: int | None,
+        data: dict[str, Any],
     ) -> None:
+        self.data = data
         self.folder, self.recorder, self.numbers = folder, recorder, numbers
         self.metric, self.split, self.every_n_steps = metric, split, every_n_steps
         self.best: dict[str, Any] | None = None
@@ -112,7 +120,7 @@ class RunCheckpoints(Checkpoint):
         self.stop = StopRequest()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "position": self.position, "processes": self.processes}
+        return {"best": self.best, "position": self.position, "processes": self.processes, "data": self.data}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.position = state_dict["best"], state_dict["position"]

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from sinkhorn_attention.diagnostics import record_attention
 
 from ..config import PRECISIONS
-from ..data.base import BatchSampler, DataModule
+from ..data.base import BatchSampler, DataModule, other_data
 from ..errors import Diverged, RunError
 from ..files import explain_full_disk, full_disk, is_full_disk
 from ..seeding import stream_seed
@@ -31,7 +31,7 @@ from .columns import ColumnSums, recorded_batch
 from .finite import FiniteNumbers, check_finite
 from .origin import Origin
 from .recorder import Recorder, close_loggers, make_loggers
-from .run_dir import RUN_FOLDER, RunDir
+from .run_dir import RUN_FOLDER, RunDir, read_record
 from .stopping import TERMINATED, exit_on_signals, left_to_the_main_process, processes
 
 Config = dict[str, Any]
@@ -70,11 +70,15 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
     if settings["precision"] == "64":
         # Lightning converts it after it has loaded a checkpoint, whose weights would be rounded to float32 on the way.
         module.double()
+    facts = data.facts()
+    _check_data(run, _data_before(run), facts)
     if begin is not None:
-        if begin.data["name"] == data.name and begin.data["split_hash"] != data.split_hash:
+        difference = other_data(begin.data, facts) if begin.data["name"] == data.name else None
+        if difference is not None:
             raise RunError(
-                "init_from: that run was trained with other splits of the same data, which would mix samples to train "
-                "and to test on: give its settings of data to init_from.overrides too"
+                f"init_from: that run was trained with other splits of the same data, or other classes ({difference}); "
+                "its samples to train on may be among those to test on: give its settings of data to "
+                "init_from.overrides too, and prepare the data as they were"
             )
         with explained("init_from", {"checkpoint": begin.checkpoint}):
             module.load_state_dict(read_checkpoint(begin.checkpoint)["state_dict"])
@@ -82,7 +86,7 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
     recorder = Recorder(run.path, split, config["logger"]["csv"], lines=not bar)
     numbers = FiniteNumbers()
     metric, every = config["protocol"]["metric"], settings["checkpoint_every_n_steps"]
-    checkpoints = RunCheckpoints(run.checkpoints, recorder, numbers, metric, split, every)
+    checkpoints = RunCheckpoints(run.checkpoints, recorder, numbers, metric, split, every, facts)
     callbacks: list[Callback] = [numbers, recorder, checkpoints]
     columns = None
     if config["columns"]["every"] is not None:
@@ -119,6 +123,30 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
         )
         _check_shares(data, module, trainer)
     return Plan(config, data, module, trainer, recorder, numbers, checkpoints, columns)
+
+
+def _data_before(run: RunDir) -> dict[str, Any] | None:
+    """Facts of the data that a run was begun with: its checkpoint's, or else its card's; None where there is none."""
+    start = newest_valid(run.checkpoints, quiet=True)
+    if start is None:
+        return None
+    before = [state["data"] for state in start[1]["callbacks"].values() if "data" in state]
+    card = run.path / "run.json"
+    return before[0] if before else read_record(card).get("data") if card.is_file() else None
+
+
+def _check_data(run: RunDir, before: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    """Refuses to go on with other data than those that a run was begun with, where that is known.
+
+    Raises:
+        RunError: says what differs.
+    """
+    difference = None if before is None else other_data(before, now)
+    if difference is not None:
+        raise RunError(
+            f"the data are not those that {run.path} was begun with: {difference}. Prepare them as before, or move "
+            "that folder away"
+        )
 
 
 def _check_shares(data: DataModule, module: Classifier, trainer: L.Trainer) -> None:

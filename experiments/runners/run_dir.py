@@ -8,9 +8,9 @@ In the folder:
 - `config.yaml`: the resolved configuration, whole.
 - `run.json`, the run card: `hash` (64 hex digits), `experiment`, `label`, `seed`, `state` ("running", "interrupted",
   "failed", "diverged" or "finished"), `identity` (the hashed part of the configuration), `command`, `git` (`commit`,
-  `dirty`, `diff`), `versions`, `seeds`, `data` (`name`, `split_hash`, `sizes`), `n_params`, and `attempts`: one object
-  per start with `started`, `ended` (ISO 8601, UTC), `state`, `message`, `from_step`, `host`, `pid`, `platform`,
-  `devices`, `threads`, `slurm` (`job`, `restart`, `nodes`; null elsewhere).
+  `dirty`, `diff`), `versions`, `seeds`, `data` (`name`, `split_hash`, `sizes`, `classes`), `n_params`, and `attempts`:
+  one object per start with `started`, `ended` (ISO 8601, UTC), `state`, `message`, `from_step`, `host`, `pid`,
+  `platform`, `devices`, `threads`, `slurm` (`job`, `restart`, `nodes`; null elsewhere).
 - `metrics.jsonl`: one object per evaluation: `epoch` (finished epochs, so the first is 1), `step` (optimizer steps),
   `split` ("train", "val" or "test"), then metric names (`loss`, `accuracy` as a fraction of 1; `lr` for "train"). The
   "train" row is the mean over the epoch while it was trained. No times: two equal runs have byte-identical files.
