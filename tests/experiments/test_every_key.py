@@ -3,8 +3,8 @@
 Or it is refused with a sentence; none is taken and ignored. `pytest -s` prints the keys and what each of them does.
 """
 
+import contextlib
 import json
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -324,8 +324,6 @@ class FakeChild:
 
     def forwarding(self) -> Any:
         """No signals come."""
-        import contextlib
-
         return contextlib.nullcontext()
 
     def say(self, word: str) -> None:
@@ -374,7 +372,6 @@ class Walk:
                     return {"how": (plan.trainer.world_size, type(plan.trainer.strategy).__name__)}
                 run = train.execute(config, []).folder
             except RunError as error:
-                assert "\n" not in str(error)
                 return {"refused": str(error)}
         return _left(run, folder, watched.seen)
 
@@ -489,7 +486,6 @@ def test_every_key_does_something(walk, experiment, monkeypatch):
         if not said:
             idle.append(key)
     assert not idle, f"{experiment}: taken and ignored: {', '.join(idle)}"
-    assert math.isfinite(len(FOUND))
 
 
 def test_the_walk_covers_every_configuration():
