@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -305,6 +305,18 @@ def _check(config: dict[str, Any]) -> None:
     _at_least("columns.samples", config["columns"]["samples"], 1)
     if trainer["gradient_clip_norm"] is not None and not trainer["gradient_clip_norm"] > 0:
         raise RunError(f"trainer.gradient_clip_norm must be positive, or null; got {trainer['gradient_clip_norm']}")
+    if not config["experiment"].endswith("_official"):
+        for key, usual in asdict(ReportConfig()).items():
+            if config["report"][key] != usual:
+                raise RunError(
+                    f"report.{key} is how the published code treats its numbers, for *_official experiments alone: the "
+                    f"report would not do it to the runs of {config['experiment']}"
+                )
+    if protocol["initial"] and config["engine"] == "fairseq":
+        raise RunError(
+            "protocol.initial=true is for engine=lightning: fairseq's runs evaluate their first weights where these "
+            "are another run's (init_from), and nowhere else"
+        )
     if protocol["select_on"] == "test" and not protocol["test"]:
         raise RunError("protocol.select_on=test evaluates the test split each epoch; protocol.test=false forbids it")
 

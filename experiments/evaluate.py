@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .command import finish
-from .data.base import DataModule
+from .data.base import DataModule, other_data
 from .errors import RunError
 from .files import explain_full_disk, write_atomic
 from .runners import lightning
@@ -101,11 +101,9 @@ def load_run(path: str | Path, at: str = "best", data: str | Path | None = None)
     lightning.quieten()
     # The rate of a run that began with another's weights followed from that one; nothing is trained here.
     loaded, module = lightning.build(config, rate=0.0)
-    if loaded.split_hash != result["data"]["split_hash"]:
-        raise RunError(
-            f"the data are not those that {folder} was trained with: their splits have the hash "
-            f"{loaded.split_hash[:12]}, the run's {result['data']['split_hash'][:12]}"
-        )
+    difference = other_data(result["data"], loaded.facts())
+    if difference is not None:
+        raise RunError(f"the data are not those that {folder} was trained with: {difference}")
     module.load_state_dict(read_checkpoint(folder / result[at]["checkpoint"])["state_dict"])
     return LoadedRun(folder, config, result, at, module.eval(), loaded)
 

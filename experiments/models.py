@@ -136,7 +136,8 @@ def cloud_model(name: str, attention: Mapping[str, Any], num_classes: int, **opt
 
     Args:
         name: registered name.
-        attention: `name` of the normalizer and its options.
+        attention: `name` of the normalizer, its options, and `layers` as for `pretrained_timm_model`: the others keep
+            softmax, and in the Point Cloud Transformer its own normalisation.
         num_classes: number of logits.
         **options: of the model's class (hidden, num_heads, row_mass, num_samples, ...).
 
@@ -152,7 +153,13 @@ def cloud_model(name: str, attention: Mapping[str, Any], num_classes: int, **opt
     if name not in pyg_sinkhorn.list_models():
         known = ", ".join(pyg_sinkhorn.list_models())
         raise ValueError(f"model.name={name} is not registered with pyg_sinkhorn, which has {known}")
-    return pyg_sinkhorn.create_model(name, num_classes=num_classes, **_as_arguments(attention), **options)
+    if attention.get("layers") is None:
+        return pyg_sinkhorn.create_model(name, num_classes=num_classes, **_as_arguments(attention), **options)
+    own = "pct" if name.startswith("pct") else "softmax"
+    model = pyg_sinkhorn.create_model(name, num_classes=num_classes, normalizer=own, **options)
+    settings = dict(attention)
+    pyg_sinkhorn.convert(model, settings.pop("name"), layers=settings.pop("layers"), **settings)
+    return model
 
 
 def _as_arguments(attention: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rich.progress import track
 
 from .command import finish
 from .errors import RunError
-from .runners.run_dir import read_config
+from .runners.run_dir import read_config, read_record
 
 Cell = tuple[int | None, str]
 
@@ -49,32 +49,37 @@ class Candidate:
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """The finished runs of a folder.
+    """The runs of a folder that are finished, or have diverged: those have an infinite loss.
 
     Raises:
         RunError: names a run whose files are damaged.
     """
     trials = []
     console = Console(stderr=True)
-    results = sorted(folder.glob("*/result.json"))
-    for result in track(results, "runs", console=console, transient=True, disable=not console.is_terminal):
-        config = read_config(result.parent)
+    folders = sorted({file.parent for name in ("result.json", "run.json") for file in folder.glob(f"*/{name}")})
+    for run in track(folders, "runs", console=console, transient=True, disable=not console.is_terminal):
+        diverged = not (run / "result.json").is_file()
+        if diverged and read_record(run / "run.json").get("state") != "diverged":
+            continue
+        config = read_config(run)
         try:
-            lines = (result.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             rows = [row for row in map(json.loads, lines) if row["split"] == "val"]
+            losses = [math.inf] if diverged else [row["loss"] for row in rows]
             trials.append(
                 Trial(
                     config["model"].get("patch_size"),
                     config["attention"]["name"],
                     config["optimizer"]["lr"],
                     config["seed"],
-                    min((row["loss"] for row in rows if not math.isnan(row["loss"])), default=math.inf),
-                    max(row["accuracy"] for row in rows),
+                    # Runs of before NaN stopped a run have it among their losses, as NaN or null.
+                    min((loss for loss in losses if loss is not None and not math.isnan(loss)), default=math.inf),
+                    math.nan if diverged else max(row["accuracy"] for row in rows),
                 )
             )
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunError(
-                f"{result.parent} has no validation rows that can be read, or another configuration than a run of a "
+                f"{run} has no validation rows that can be read, or another configuration than a run of a "
                 f"choice of rates ({type(error).__name__}: {error}): move it away or run it again"
             ) from error
     return trials
@@ -84,7 +89,8 @@ def candidates(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
     """All rates of each (patch size or None, attention), the chosen one first.
 
     Raises:
-        RunError: where a rate was tried on other seeds than its rivals, so that their means cannot be compared.
+        RunError: where a rate was tried on other seeds than its rivals, so that their means cannot be compared, or
+            none is left that trains.
     """
     cells: dict[Cell, dict[float, dict[int, Trial]]] = defaultdict(lambda: defaultdict(dict))
     for trial in trials:
@@ -99,6 +105,8 @@ def candidates(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
         if len(seeds) > 1:
             raise RunError(f"{_words(cell)}: its rates were tried on different seeds; finish the sweep")
         found[cell] = sorted((_means(rate, list(by_seed.values())) for rate, by_seed in rates.items()), key=_loss)
+        if not math.isfinite(found[cell][0].loss):
+            raise RunError(f"{_words(cell)}: at every rate that was tried a run diverged; try lower ones")
     return dict(sorted(found.items(), key=lambda item: (item[0][0] or 0, item[0][1])))
 
 
@@ -126,11 +134,15 @@ def as_yaml(cells: dict[Cell, list[Candidate]]) -> str:
             table[attention] = tried[0].rate
         else:
             table.setdefault(attention, {})[f"patch{patch_size}"] = tried[0].rate
-        numbers = "; ".join(f"{c.rate:g}: {c.loss:.4f} ({100 * c.accuracy:.1f} %)" for c in sorted(tried, key=_rate))
+        numbers = "; ".join(f"{c.rate:g}: {_outcome(c)}" for c in sorted(tried, key=_rate))
         lines.append(f"  # {_words((patch_size, attention))}, seeds {' '.join(map(str, tried[0].seeds))}: {numbers}")
     chosen = yaml.safe_dump(table, sort_keys=False)
     head = "learning_rates:\n  # rate: mean of the lowest validation loss (of the highest validation accuracy)\n"
     return head + "\n".join(lines) + "\n" + "".join(f"  {line}\n" for line in chosen.splitlines())
+
+
+def _outcome(candidate: Candidate) -> str:
+    return f"{candidate.loss:.4f} ({100 * candidate.accuracy:.1f} %)" if math.isfinite(candidate.loss) else "diverged"
 
 
 def _rate(candidate: Candidate) -> float:

@@ -6,6 +6,7 @@ SIGTERM, with a checkpoint.
 """
 
 import functools
+import math
 import os
 import signal
 import sys
@@ -27,12 +28,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .command import end_with_the_sweep, is_orphan
 from .config import CONFIGS, in_one_sentence, register, resolve
-from .errors import RunError
+from .errors import Diverged, RunError
 from .runners.run_dir import RUN_FOLDER, RunDir, process_rank, read_config, train_command
 
 INTERRUPTED = 128 + signal.SIGINT
 # The metrics of a result that are told, the first that it has, and their digits.
 SHOWN = {"accuracy": 4, "bleu": 2, "loss": 4}
+# Hydra's own sweeper runs what it is told; every other one searches by what the runs return.
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+# What a search is told of a run that diverged, by the metric that it goes by; 0 for those of which more is better.
+WORST = {"loss": math.inf}
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,16 @@ class Outcome:
     folder: Path
     result: dict[str, Any]
     was_finished: bool
+
+    @property
+    def objective(self) -> float | None:
+        """What a sweeper that searches is told: the metric of the chosen epoch on the split that chose it.
+
+        That is validation, but for `*_official` experiments. None in a further process of a run, which has no result.
+        """
+        if not self.result:
+            return None
+        return float(self.result["best"][self.result["selected_on"]][self.result["metric"]])
 
 
 def execute(config: DictConfig, overrides: Sequence[str]) -> Outcome:
@@ -192,22 +207,21 @@ def _raise(error: Exception) -> NoReturn:
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
-def _command(config: DictConfig) -> None:
+def _command(config: DictConfig) -> float | None:
     hydra_config = HydraConfig.get()
     overrides = list(hydra_config.overrides.task)
     if hydra_config.mode != RunMode.MULTIRUN:
         try:
             _refuse_what_only_sweeps_take(hydra_config.overrides.hydra)
-            execute(config, overrides)
+            return execute(config, overrides).objective
         except RunError as error:
             say(f"error: {error}")
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
             raise SystemExit(1) from None
-        return
     end_with_the_sweep()
     try:
-        execute(config, overrides)
+        return execute(config, overrides).objective
     except SystemExit as stop:
         if is_orphan():  # nobody is left to be told, and the next run of the sweep would begin here
             os._exit(stop.code if isinstance(stop.code, int) else 1)
@@ -215,6 +229,9 @@ def _command(config: DictConfig) -> None:
     except RunError as error:
         # Hydra shows the first failure of a sweep when all runs are over; each is shown here where it happens.
         say(f"error in {train_command(overrides)}: {error}")
+        searching = hydra_config.sweeper.get("_target_") != BASIC_SWEEPER
+        if searching and isinstance(error, Diverged):  # an answer, on which a search goes on
+            return WORST.get(config.protocol.metric, 0.0)
         raise
 
 

@@ -30,11 +30,16 @@ class SampleKey(NamedTuple):
     epoch: int
 
 
+class Borrowed(list[SampleKey]):
+    """The share of a rank that a batch has no sample left for: one of another rank, which is not to be counted."""
+
+
 class BatchSampler(Sampler[list[SampleKey]]):
     """Batches of sample keys, split over the ranks.
 
     Every rank sees the same global batches and takes every world_size-th sample of each, so that the number of devices
-    changes neither the batches nor the number of steps.
+    changes neither the batches nor the number of steps. A rank that a small last batch leaves without a sample borrows
+    one (`Borrowed`), since all ranks compute together.
 
     Args:
         size: number of samples.
@@ -75,6 +80,15 @@ class BatchSampler(Sampler[list[SampleKey]]):
         """Goes to a batch in the middle of an epoch; later epochs are whole."""
         self.epoch, self._start = epoch, (epoch, batch)
 
+    def samples(self, batch: int) -> int:
+        """Samples of a batch of the epoch, over all ranks."""
+        return min(self.batch_size, self.size - batch * self.batch_size)
+
+    def samples_of_step(self, batch: int, batches: int) -> int:
+        """Samples of the step that a batch is part of: a step has so many batches, an epoch's last perhaps fewer."""
+        first = batch - batch % batches
+        return sum(self.samples(number) for number in range(first, min(first + batches, len(self))))
+
     def __len__(self) -> int:
         """Batches of a whole epoch."""
         return (self.size - 1) // self.batch_size + (not self.drop_trailing)
@@ -85,8 +99,20 @@ class BatchSampler(Sampler[list[SampleKey]]):
         if self.shuffle:
             order = torch.randperm(self.size, generator=generator("shuffle", self.seed, epoch)).tolist()
         for batch in range(start if epoch == start_epoch else 0, len(self)):
-            mine = order[batch * self.batch_size : (batch + 1) * self.batch_size][self.rank :: self.world_size]
-            yield [SampleKey(index, self.seed, epoch) for index in mine]
+            whole = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            mine = [SampleKey(index, self.seed, epoch) for index in whole[self.rank :: self.world_size]]
+            yield mine or Borrowed([SampleKey(whole[0], self.seed, epoch)])
+
+
+class Shares(Dataset[Batch]):
+    """Batches of a data set by what a `BatchSampler` gives; those that are borrowed have inputs and no labels."""
+
+    def __init__(self, dataset: "Dataset[Batch]") -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, keys: list[SampleKey]) -> Batch:
+        *inputs, labels = self.dataset[keys]
+        return (*inputs, labels[:0] if isinstance(keys, Borrowed) else labels)
 
 
 class DataModule(ABC):
@@ -142,15 +168,28 @@ class DataModule(ABC):
     def split_hash(self) -> str:
         """Hash of what lies in which split; equal exactly where runs saw the same samples in the same splits."""
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of their numbers."""
+        return tuple(map(str, range(self.num_classes)))
+
     def facts(self) -> dict[str, Any]:
-        """What the run card and the result say of the data."""
-        return {"name": self.name, "split_hash": self.split_hash, "sizes": self.sizes}
+        """What the run card, the checkpoints and the result say of the data."""
+        return {
+            "name": self.name,
+            "split_hash": self.split_hash,
+            "sizes": self.sizes,
+            "classes": list(self.classes),
+        }
 
     def train_loader(self, seed: int, rank: int = 0, world_size: int = 1) -> "DataLoader[Batch]":
         """Batches to train on; its `sampler` is a `BatchSampler`."""
+        return self._loader(self.dataset(self.train_on, augment=True), self.train_sampler(seed, rank, world_size))
+
+    def train_sampler(self, seed: int, rank: int = 0, world_size: int = 1) -> BatchSampler:
+        """Which samples the batches to train on have."""
         size = sum(self.sizes[split] for split in self.train_on)
-        sampler = BatchSampler(size, self.batch_size, seed, True, rank, world_size, self.drop_trailing)
-        return self._loader(self.dataset(self.train_on, augment=True), sampler)
+        return BatchSampler(size, self.batch_size, seed, True, rank, world_size, self.drop_trailing)
 
     def eval_loader(self, split: str, rank: int = 0, world_size: int = 1) -> "DataLoader[Batch]":
         """Batches of a split in its own order, every sample once, or, with `drop_trailing`, all but the last batch."""
@@ -159,7 +198,7 @@ class DataModule(ABC):
 
     def _loader(self, dataset: "Dataset[Batch]", sampler: BatchSampler) -> "DataLoader[Batch]":
         return DataLoader(
-            dataset,
+            Shares(dataset),
             batch_size=None,
             sampler=sampler,
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # batches come whole from the dataset
@@ -167,6 +206,26 @@ class DataModule(ABC):
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
+
+
+def other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What tells data from those of before, in words; None where they are the same.
+
+    Args:
+        before: the facts of a run's data. Old runs name no classes.
+        now: the facts of the data at hand.
+    """
+    if before.get("name", now["name"]) != now["name"]:
+        return f"{now['name']}, not {before['name']}"
+    classes = before.get("classes", now["classes"])
+    if len(classes) != len(now["classes"]):
+        return f"{len(now['classes'])} classes, not {len(classes)}"
+    for number, (old, new) in enumerate(zip(classes, now["classes"], strict=True)):
+        if old != new:
+            return f"class {number} is {new!r}, not {old!r}"
+    if before["split_hash"] != now["split_hash"]:
+        return f"their splits have the hash {now['split_hash'][:12]}, not {before['split_hash'][:12]}"
+    return None
 
 
 def _as_it_is(batch: Batch) -> Batch:

@@ -353,6 +353,10 @@ class CatsDogs(DataModule):
         names = {split: np.asarray([self.index.names[row] for row in self.rows[split]]) for split in SPLITS}
         return hash_arrays({**names, "content": np.array(self.index.content_hash)})
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(CLASSES)
+
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "fraction": self.fraction, "files_left_out": sorted(self.index.errors)}
 

@@ -219,6 +219,10 @@ class CloudData(DataModule):
         names = {split: np.asarray([name.decode() for name in self._names[split]]) for split in SPLITS}
         return hash_arrays({**names, "content": np.array(self.report.content_hash)})
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(self.report.classes)
+
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "meshes_not_read": sorted(self.report.errors)}
 

@@ -106,6 +106,10 @@ class StandIn(ImageData):
             train_on=train_on,
         )
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return PAIRS[self.source].names
+
     def facts(self) -> dict[str, Any]:
         first, second = PAIRS[self.source].names
         words = f"{first} against {second} ({self.source}): a stand-in, not cats and dogs"

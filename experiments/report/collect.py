@@ -1,4 +1,7 @@
-"""Finds run folders and reads the finished ones. What does not count is listed with its reason, and breaks nothing."""
+"""Finds run folders and reads those that count: finished ones, and those that diverged, which have no result.
+
+What does not count is listed with its reason, and breaks nothing.
+"""
 
 import json
 import math
@@ -81,7 +84,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
+    """A run that counts: finished, or diverged.
 
     Attributes:
         folder: where it lies.
@@ -92,8 +95,8 @@ class Run:
         split: hash of the data split, None where the run card has none.
         chosen: test metric at the chosen epoch as recorded (accuracy is a fraction of 1); NaN where the run diverged.
         last: test metric at the last epoch, likewise.
-        best_epoch: the chosen epoch.
-        last_epoch: the last epoch.
+        best_epoch: the chosen epoch; of a run that stopped because it diverged the last that it finished.
+        last_epoch: the last epoch, as it was planned.
         selected_on: the split that chose the epoch, "val" or "test".
         selected_by: the metric that chose it.
         finished: when it finished, ISO 8601, "" where the run card does not tell.
@@ -122,6 +125,11 @@ class Run:
     quantity: Quantity = ACCURACY
     initial: float | None = None
     rows: tuple[Mapping[str, Any], ...] | None = field(default=None, repr=False)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it has no number, so that it ranks below every other."""
+        return not math.isfinite(self.chosen)
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,7 @@ def collect(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
             folders of them (those within a run's folder are copies of it, and are not looked at).
 
     Returns:
-        The finished runs, and everything that does not count.
+        The runs that count, and everything that does not.
     """
     from .offline import read_offline  # which needs this module
 
@@ -214,13 +222,14 @@ def find_runs(path: Path) -> tuple[list[Path], list[Problem]]:
 
 
 def read_run(folder: Path) -> Run | Problem:
-    """A finished run, or why the folder holds none."""
+    """A run that counts, or why the folder holds none."""
     experiment = ""
     try:
         card = _mapping(_json(folder / CARD), CARD)
         experiment = _text(card, "experiment", CARD)
         if not (folder / RESULT).exists():
-            return _unfinished(folder, experiment, card)
+            diverged = card.get("state") == "diverged"
+            return _diverged(folder, card) if diverged else _unfinished(folder, experiment, card)
         result = _mapping(_json(folder / RESULT), RESULT)
         return run_of(folder, card, result)
     except Unreadable as error:
@@ -249,12 +258,9 @@ def run_of(
     if _text(result, "hash", RESULT) != _text(card, "hash", CARD):
         raise Unreadable(f"{RESULT} and {CARD} belong to different runs: their hashes differ")
     experiment = _text(card, "experiment", CARD)
-    settings = _flat(_mapping(_need(card, "identity", CARD), f"identity in {CARD}"))
+    settings, attention = _settings(card)
     if settings.get("protocol.test") is False:
         return Problem(folder, experiment, "untested", "finished, but protocol.test=false: no test metrics")
-    attention = settings.get("attention.name")
-    if not isinstance(attention, str):
-        raise Unreadable(f"{CARD} has no attention.name")
     quantity = _quantity(result)
     return Run(
         folder=folder,
@@ -276,6 +282,40 @@ def run_of(
         initial=_metric(result, "initial", quantity) if "initial" in result else None,
         rows=rows,
     )
+
+
+def _diverged(folder: Path, card: Mapping[str, Any]) -> Run:
+    """A run that stopped because it diverged: it counts, and ranks below every other."""
+    experiment = _text(card, "experiment", CARD)
+    settings, attention = _settings(card)
+    translates = any(key.startswith("data.generation.") for key in settings)
+    return Run(
+        folder=folder,
+        experiment=experiment,
+        attention=attention,
+        seed=_whole(card, "seed", CARD),
+        settings=settings,
+        split=_split(card),
+        chosen=math.nan,
+        last=math.nan,
+        best_epoch=_finished_epochs(folder),
+        last_epoch=_whole(settings, "trainer.max_epochs", f"identity in {CARD}"),
+        selected_on=str(settings.get("protocol.select_on", "val")),
+        selected_by=str(settings.get("protocol.metric", "accuracy")),
+        finished=_finished(card),
+        card=card,
+        protocol=_protocol(folder, None) if experiment.endswith(OFFICIAL) else None,
+        quantity=BLEU if translates else ACCURACY,
+    )
+
+
+def _settings(card: Mapping[str, Any]) -> tuple[dict[str, Setting], str]:
+    """The flattened identity that a run card holds, and the name of the attention in it."""
+    settings = _flat(_mapping(_need(card, "identity", CARD), f"identity in {CARD}"))
+    attention = settings.get("attention.name")
+    if not isinstance(attention, str):
+        raise Unreadable(f"{CARD} has no attention.name")
+    return settings, attention
 
 
 def _unfinished(folder: Path, experiment: str, card: Mapping[str, Any]) -> Problem:
@@ -300,11 +340,16 @@ def _progress(folder: Path, card: Mapping[str, Any]) -> str:
     """Which epoch a run is at, "" where nothing tells."""
     identity = card.get("identity")
     epochs = _flat(identity).get("trainer.max_epochs", "?") if isinstance(identity, dict) else "?"
+    done = _finished_epochs(folder)
+    return f"epoch {done} of {epochs}, " if done else ""
+
+
+def _finished_epochs(folder: Path) -> int:
+    """Epochs that a run has finished, 0 where nothing tells."""
     try:
-        done = (folder / "timing.jsonl").read_bytes().splitlines()
-        return f"epoch {int(json.loads(done[-1])['epoch'])} of {epochs}, "
+        return int(json.loads((folder / "timing.jsonl").read_bytes().splitlines()[-1])["epoch"])
     except (OSError, ValueError, LookupError, TypeError):
-        return ""
+        return 0
 
 
 def _is_gone(attempt: Mapping[str, Any]) -> bool:

@@ -117,8 +117,8 @@ def read_curves(results: Results) -> list[Curves]:
 def read_errors(run: Run, split: str) -> dict[int, float]:
     """Error of each evaluated epoch, a fraction of 1; empty where the file is missing or damaged.
 
-    An epoch at which the accuracy is no number counts as an error of 1: the run had diverged. Of another metric its
-    values, and 0 where it is no number.
+    An epoch at which the accuracy is no number counts as an error of 1, and so does each that a run did not reach: it
+    had diverged. Of another metric its values, and 0 where it is no number.
     """
     name, is_error = run.quantity.name, run.quantity == ACCURACY
     errors: dict[int, float] = {}
@@ -133,6 +133,8 @@ def read_errors(run: Run, split: str) -> dict[int, float]:
                 errors[int(row["epoch"])] = 1.0 - value if is_error else value
     except (OSError, UnicodeDecodeError, ValueError, LookupError, TypeError):
         return {}
+    if run.diverged:
+        errors = dict.fromkeys(range(1, run.last_epoch + 1), 1.0 if is_error else 0.0) | errors
     return errors
 
 

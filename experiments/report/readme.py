@@ -50,7 +50,9 @@ def _early(results: Results, cell: Cell) -> str:
     values = []
     for run in cell.runs:
         errors = read_errors(run, run.selected_on)
-        if epoch in errors:
+        if run.diverged:
+            values.append(-math.inf)
+        elif epoch in errors:
             values.append(1.0 - errors[epoch] if quantity.scale == 100 else errors[epoch])
     if not values:
         return NOTHING

@@ -119,15 +119,14 @@ def budget_table(results: Results) -> Table:
 def run_table(results: Results) -> Table:
     """Every run that counts, with its own numbers."""
     listed = [(cell, run) for cell in results.cells for run in cell.runs]
-    number = results.quantity.number
     rows = tuple(
         (
             *_place(results, cell),
             cell.attention.label,
             str(run.seed),
-            number(run.chosen),
+            _ending(run.chosen, results.quantity),
             str(run.best_epoch),
-            number(run.last),
+            _ending(run.last, results.quantity),
             str(run.last_epoch),
             run.finished or NOTHING,
         )

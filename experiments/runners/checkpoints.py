@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..errors import RunError
 from ..files import write_atomic
+from .finite import FiniteNumbers
 from .recorder import Recorder
 from .stopping import StopRequest
 
@@ -63,8 +64,12 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def newest_valid(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def newest_valid(folder: Path, quiet: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The readable checkpoint with the most steps, whatever the files' times; tells of unreadable ones.
+
+    Args:
+        folder: of the checkpoints.
+        quiet: tells nothing.
 
     Returns:
         Its path and content, or None where there is none.
@@ -74,8 +79,9 @@ def newest_valid(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         try:
             return path, _read(path)
         except ValueError as error:
-            print(f"warning: checkpoint {path} cannot be read and is passed over: {error}", file=sys.stderr)
-    if numbered:
+            if not quiet:
+                print(f"warning: checkpoint {path} cannot be read and is passed over: {error}", file=sys.stderr)
+    if numbered and not quiet:
         print(f"warning: no checkpoint in {folder} can be read: the run begins anew", file=sys.stderr)
     return None
 
@@ -88,25 +94,39 @@ class RunCheckpoints(Checkpoint):
     Args:
         folder: of the checkpoints.
         recorder: has the metrics that choose the best epoch.
+        numbers: looked at before a save, so that no checkpoint holds weights that are NaN.
         metric: "accuracy" (highest is best) or "loss" (lowest).
         split: the split that it is taken from.
         every_n_steps: also save within epochs, or None.
+        data: facts of the data, which every checkpoint holds: its weights mean nothing on others.
     """
 
-    def __init__(self, folder: Path, recorder: Recorder, metric: str, split: str, every_n_steps: int | None) -> None:
-        self.folder, self.recorder, self.metric, self.split = folder, recorder, metric, split
-        self.every_n_steps = every_n_steps
+    def __init__(
+        self,
+        folder: Path,
+        recorder: Recorder,
+        numbers: FiniteNumbers,
+        metric: str,
+        split: str,
+        every_n_steps: int | None,
+        data: dict[str, Any],
+    ) -> None:
+        self.data = data
+        self.folder, self.recorder, self.numbers = folder, recorder, numbers
+        self.metric, self.split, self.every_n_steps = metric, split, every_n_steps
         self.best: dict[str, Any] | None = None
         self.position = {"epoch": 0, "batch": 0}
+        self.processes = 1
         self.stop = StopRequest()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "position": self.position}
+        return {"best": self.best, "position": self.position, "processes": self.processes, "data": self.data}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.position = state_dict["best"], state_dict["position"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.processes = trainer.world_size
         self.stop.listen()
 
     def on_train_batch_end(
@@ -136,6 +156,7 @@ class RunCheckpoints(Checkpoint):
             raise SIGTERMException
 
     def _save(self, trainer: L.Trainer, epoch: int, batch: int, also: dict[str, Any] | None = None) -> None:
+        self.numbers.look(trainer)
         self.position = {"epoch": epoch, "batch": batch}
         trainer.save_checkpoint(self.folder / checkpoint_name(trainer.global_step))
         if trainer.is_global_zero:

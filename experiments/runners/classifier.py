@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from ..data.base import Batch
+from ..data.base import Batch, BatchSampler
 from ..seeding import stream_seed
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -26,24 +26,36 @@ class RunningMetrics(nn.Module):
     Args:
         num_classes: number of logits.
         mean_over: "samples", or "batches": the mean of the batches' means, in which a smaller last batch counts as
-            much as the others.
+            much as the others. A batch is that of all devices together.
     """
 
     def __init__(self, num_classes: int, mean_over: str = "samples") -> None:
         super().__init__()
         self.by_batch = mean_over == "batches"
-        self.loss = MeanMetric()
+        # NaN is to be seen: by default torchmetrics leaves it out of the mean.
+        self.loss = MeanMetric(nan_strategy="disable")
         self.accuracy: Metric = (
-            MeanMetric() if self.by_batch else MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+            MeanMetric(nan_strategy="disable")
+            if self.by_batch
+            else MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         )
         for metric in (self.loss, self.accuracy):
             metric.persistent(True)
 
-    def update(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        """Adds a batch: logits (B, C), labels (B,), losses (B,)."""
+    def update(self, logits: Tensor, labels: Tensor, losses: Tensor, batch_size: int) -> None:
+        """Adds a batch, or this device's share of it.
+
+        Args:
+            logits: (B, C).
+            labels: (B,).
+            losses: (B,).
+            batch_size: samples of the batch over all devices.
+        """
+        if len(labels) == 0:
+            return
         if self.by_batch:
-            self.loss.update(losses.mean())
-            self.accuracy.update((logits.argmax(-1) == labels).float().mean())
+            self.loss.update(losses, 1 / batch_size)
+            self.accuracy.update((logits.argmax(-1) == labels).float(), 1 / batch_size)
         else:
             self.loss.update(losses)
             self.accuracy.update(logits, labels)
@@ -135,12 +147,13 @@ class Classifier(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         logits, labels, losses = self._losses(batch)
-        self.training_metrics.update(logits.detach(), labels, losses.detach())
-        if self.trainer.world_size == 1:
-            return losses.mean()
-        # Ranks may hold different numbers of samples; DDP averages over ranks, the loss is the mean over all samples.
-        total = self.trainer.strategy.reduce(torch.tensor(float(len(labels)), device=self.device), reduce_op="sum")
-        return losses.sum() * self.trainer.world_size / total
+        sampler = _sampler(self.trainer.train_dataloader)
+        self.training_metrics.update(logits.detach(), labels, losses.detach(), sampler.samples(batch_idx))
+        # A step's loss is the mean over its samples, whatever the devices and batches that it is computed in. The
+        # gradients are averaged over devices, and the loss is divided by the number of batches of a whole step.
+        batches = self.trainer.accumulate_grad_batches
+        total = sampler.samples_of_step(batch_idx, batches)
+        return losses.sum() / (total / (self.trainer.world_size * batches))
 
     def on_validation_epoch_start(self) -> None:
         self.evaluation_metrics.reset()
@@ -149,7 +162,7 @@ class Classifier(L.LightningModule):
         self._reseed("evaluation", 0, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch)
+        self._evaluate(batch, _sampler(self.trainer.val_dataloaders).samples(batch_idx))
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.evaluation_metrics.values(), prog_bar=True, logger=False, rank_zero_only=True)
@@ -161,7 +174,7 @@ class Classifier(L.LightningModule):
         self._reseed("evaluation", 0, batch_idx)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch)
+        self._evaluate(batch, _sampler(self.trainer.test_dataloaders).samples(batch_idx))
 
     def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._reseed("evaluation", 0, batch_idx)
@@ -170,13 +183,19 @@ class Classifier(L.LightningModule):
         logits, labels, _ = self._losses(batch)
         return logits, labels
 
-    def _evaluate(self, batch: Batch) -> None:
-        self.evaluation_metrics.update(*self._losses(batch))
+    def _evaluate(self, batch: Batch, batch_size: int) -> None:
+        self.evaluation_metrics.update(*self._losses(batch), batch_size)
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         *inputs, labels = batch
-        logits = self.model(*inputs).float()
+        logits = self.model(*inputs)[: len(labels)]  # a borrowed sample has no label
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits, labels, F.cross_entropy(logits, labels, reduction="none")
 
     def _reseed(self, purpose: str, *numbers: int) -> None:
         torch.manual_seed(stream_seed(purpose, self.seed, *numbers, self.global_rank))
+
+
+def _sampler(loader: Any) -> BatchSampler:
+    assert isinstance(loader.sampler, BatchSampler)
+    return loader.sampler

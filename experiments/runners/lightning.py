@@ -1,5 +1,6 @@
 """Trains and evaluates a run with Lightning: data, model, optimizer and schedule as the configuration names them."""
 
+import copy
 import logging
 import os
 import signal
@@ -20,17 +21,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from sinkhorn_attention.diagnostics import record_attention
 
 from ..config import PRECISIONS
-from ..data.base import BatchSampler, DataModule
-from ..errors import RunError
+from ..data.base import BatchSampler, DataModule, other_data
+from ..errors import Diverged, RunError
 from ..files import explain_full_disk, full_disk, is_full_disk
 from ..progress import at_work
 from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
 from .classifier import Classifier
 from .columns import ColumnSums, recorded_batch
+from .finite import FiniteNumbers, check_finite
 from .origin import Origin
 from .recorder import Recorder, close_loggers, make_loggers
-from .run_dir import RUN_FOLDER, RunDir
+from .run_dir import RUN_FOLDER, RunDir, read_record
 from .stopping import TERMINATED, exit_on_signals, left_to_the_main_process, processes
 
 Config = dict[str, Any]
@@ -46,6 +48,7 @@ class Plan:
     module: Classifier
     trainer: L.Trainer
     recorder: Recorder
+    numbers: FiniteNumbers
     checkpoints: RunCheckpoints
     columns: ColumnSums | None
 
@@ -65,20 +68,27 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
     split, settings = config["protocol"]["select_on"], config["trainer"]
     started_by = processes(settings["devices"], settings["num_nodes"])
     data, module = build(config, None if begin is None else begin.rate)
+    if settings["precision"] == "64":
+        # Lightning converts it after it has loaded a checkpoint, whose weights would be rounded to float32 on the way.
+        module.double()
+    facts = data.facts()
+    _check_data(run, _data_before(run), facts)
     if begin is not None:
-        if begin.data["name"] == data.name and begin.data["split_hash"] != data.split_hash:
+        difference = other_data(begin.data, facts) if begin.data["name"] == data.name else None
+        if difference is not None:
             raise RunError(
-                "init_from: that run was trained with other splits of the same data, which would mix samples to train "
-                "and to test on: give its settings of data to init_from.overrides too"
+                f"init_from: that run was trained with other splits of the same data, or other classes ({difference}); "
+                "its samples to train on may be among those to test on: give its settings of data to "
+                "init_from.overrides too, and prepare the data as they were"
             )
         with explained("init_from", {"checkpoint": begin.checkpoint}):
             module.load_state_dict(read_checkpoint(begin.checkpoint)["state_dict"])
     bar = settings["progress_bar"] and sys.stderr.isatty()
     recorder = Recorder(run.path, split, config["logger"]["csv"], lines=not bar)
-    checkpoints = RunCheckpoints(
-        run.checkpoints, recorder, config["protocol"]["metric"], split, settings["checkpoint_every_n_steps"]
-    )
-    callbacks: list[Callback] = [recorder, checkpoints]
+    numbers = FiniteNumbers()
+    metric, every = config["protocol"]["metric"], settings["checkpoint_every_n_steps"]
+    checkpoints = RunCheckpoints(run.checkpoints, recorder, numbers, metric, split, every, facts)
+    callbacks: list[Callback] = [numbers, recorder, checkpoints]
     columns = None
     if config["columns"]["every"] is not None:
         with explained("columns", config["columns"]):
@@ -112,16 +122,73 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
-        if trainer.world_size > 1 and trainer.strategy.root_device.type == "cpu" and _has_batch_norm(module):
+        _check_shares(data, module, trainer)
+    return Plan(config, data, module, trainer, recorder, numbers, checkpoints, columns)
+
+
+def _data_before(run: RunDir) -> dict[str, Any] | None:
+    """Facts of the data that a run was begun with: its checkpoint's, or else its card's; None where there is none."""
+    start = newest_valid(run.checkpoints, quiet=True)
+    if start is None:
+        return None
+    before = [state["data"] for state in start[1]["callbacks"].values() if "data" in state]
+    card = run.path / "run.json"
+    return before[0] if before else read_record(card).get("data") if card.is_file() else None
+
+
+def _check_data(run: RunDir, before: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    """Refuses to go on with other data than those that a run was begun with, where that is known.
+
+    Raises:
+        RunError: says what differs.
+    """
+    difference = None if before is None else other_data(before, now)
+    if difference is not None:
+        raise RunError(
+            f"the data are not those that {run.path} was begun with: {difference}. Prepare them as before, or move "
+            "that folder away"
+        )
+
+
+def _check_shares(data: DataModule, module: Classifier, trainer: L.Trainer) -> None:
+    """Refuses batches that are too small for the processes, or for batch normalisation.
+
+    Raises:
+        ValueError: says which.
+    """
+    world = trainer.world_size
+    if data.batch_size < world:
+        raise ValueError(
+            f"data.batch_size={data.batch_size} is divided among {world} processes (trainer.devices × "
+            "trainer.num_nodes), which leaves some without a sample at every step: take a larger batch, or fewer"
+        )
+    if not any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
+        return
+    if world > 1 and trainer.strategy.root_device.type == "cpu":
+        raise ValueError(
+            "the model has batch normalisation, whose statistics torch shares among GPUs but not among processes "
+            "on CPUs: take trainer.devices=1 and trainer.num_nodes=1 there"
+        )
+    sampler = data.train_sampler(0)
+    last = sampler.samples(len(sampler) - 1)
+    where = f"an epoch's last batch holds {last} of {sampler.size} samples (data.batch_size={data.batch_size})"
+    if last < world:
+        raise ValueError(
+            f"the model has batch normalisation, and {where}, fewer than the {world} processes: one that has none "
+            "would change the statistics. Take another batch size, data.drop_trailing=true where the data have it, or "
+            "fewer processes"
+        )
+    if last == 1:
+        *inputs, _ = trainer.precision_plugin.convert_input(next(iter(data.eval_loader("train"))))
+        trial = copy.deepcopy(module.model).train()
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                trial(*(tensor[:1] for tensor in inputs))
+        except ValueError as error:
             raise ValueError(
-                "the model has batch normalisation, whose statistics torch shares among GPUs but not among processes "
-                "on CPUs: take trainer.devices=1 and trainer.num_nodes=1 there"
-            )
-    return Plan(config, data, module, trainer, recorder, checkpoints, columns)
-
-
-def _has_batch_norm(module: torch.nn.Module) -> bool:
-    return any(isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules())
+                f"the model has batch normalisation, and {where}, which has no variance: take another batch size, or "
+                f"data.drop_trailing=true where the data have it ({' '.join(str(error).split())})"
+            ) from error
 
 
 def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classifier]:
@@ -215,6 +282,13 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             if first:
                 run.note_resumed(step)
                 print(f"goes on from epoch {position['epoch']}, step {step}", file=sys.stderr)
+                before, now = states[plan.checkpoints.state_key].get("processes"), plan.trainer.world_size
+                if before not in (None, now):
+                    print(
+                        f"warning: {now} processes go on with what {before} began: batches, their order and the weight "
+                        "of each sample stay; sums are rounded in another order, and dropout draws other masks",
+                        file=sys.stderr,
+                    )
         if first:
             loggers = make_loggers(plan.config, run.path, run.hash, step)
             plan.trainer.loggers = loggers
@@ -224,8 +298,6 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             if start is None and plan.config["protocol"]["initial"]:
                 _evaluate_initial(plan)
         _fit(plan, loader, None if start is None else start[0])
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
         return _evaluate_and_sum_up(plan, run) if first else {}
 
 
@@ -234,6 +306,7 @@ def _evaluate_initial(plan: Plan) -> None:
     protocol = plan.config["protocol"]
     for split in [protocol["select_on"], *(["test"] if protocol["test"] and protocol["select_on"] != "test" else [])]:
         metrics = evaluate(plan.config, plan.module, plan.data, split, 0)
+        check_finite(metrics, split, 0, 0)
         plan.recorder.add({"epoch": 0, "step": 0, "split": split, **metrics}, plan.trainer.loggers)
 
 
@@ -244,6 +317,11 @@ def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
         loading.worker_init_fn = left_to_the_main_process
     try:
         trainer.fit(plan.module, loader, evaluated, ckpt_path=checkpoint, weights_only=True)
+    except Diverged:
+        _leave_the_others()
+        if not trainer.is_global_zero:
+            raise SystemExit(0) from None  # the first process tells
+        raise
     except SIGTERMException:
         if not trainer.is_global_zero:
             raise SystemExit(0) from None
@@ -253,6 +331,13 @@ def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
     except SystemExit:
         _told_of_ctrl_c(trainer)
         raise
+    _leave_the_others()
+
+
+def _leave_the_others() -> None:
+    """Ends what joins the processes of a run, at a point that all of them reach: a sweep's next run joins anew."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _told_of_ctrl_c(trainer: L.Trainer) -> None:
@@ -279,6 +364,7 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
                 weights = read_checkpoint(run.checkpoints / place["checkpoint"])["state_dict"]
                 plan.module.load_state_dict(weights)
                 metrics = evaluate(config, plan.module, plan.data, "test", place["epoch"])
+                check_finite(metrics, "test", place["step"], place["epoch"])
                 row = {"epoch": place["epoch"], "step": place["step"], "split": "test", **metrics}
                 recorder.add(row, plan.trainer.loggers)
             place["test"] = recorder.metrics(place["epoch"], "test")
@@ -299,6 +385,8 @@ def _evaluate_and_sum_up(plan: Plan, run: RunDir) -> dict[str, Any]:
         "data": plan.data.facts(),
         "selected_on": protocol["select_on"],
         "metric": protocol["metric"],
+        # Only fp16 has them.
+        **({"skipped_steps": plan.numbers.skipped} if config["trainer"]["precision"] == "fp16" else {}),
         **places,
     }
     close_loggers(plan.trainer.loggers, result)

@@ -15,10 +15,12 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
+from ..data.base import BatchSampler
 from ..files import append_line, json_line, write_atomic
 from ..progress import Lines
 from .classifier import Classifier
 from .dashboards import Dashboard, forget_wandb, offline_wandb, tell
+from .finite import check_finite
 from .run_dir import identity
 
 Row = dict[str, Any]
@@ -119,7 +121,9 @@ class Recorder(RunLog, Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._samples += len(batch[-1])
+        sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]
+        assert isinstance(sampler, BatchSampler)
+        self._samples += sampler.samples(batch_idx)
         self._tell(trainer, "batch", batch_idx, trainer.num_training_batches)
 
     def on_validation_batch_end(
@@ -145,14 +149,14 @@ class Recorder(RunLog, Callback):
         epoch, step = trainer.current_epoch + 1, trainer.global_step
         seconds = time.perf_counter() - self._epoch_start
         for split, metrics in (("train", {**train, "lr": pl_module.last_rate}), (self.split, evaluated)):
+            check_finite(metrics, split, step, epoch, pl_module.last_rate)
             row = {"epoch": epoch, "step": step, "split": split, **metrics}
             if trainer.is_global_zero:
                 self.add(row, trainer.loggers)
             else:  # every process knows the rows, by which the best epoch is chosen; the first one writes them
                 self.rows.append(row)
         if trainer.is_global_zero:
-            samples = self._samples * trainer.world_size
-            self.add_timing(epoch, step, trainer.max_epochs or epoch, seconds, samples)
+            self.add_timing(epoch, step, trainer.max_epochs or epoch, seconds, self._samples)
 
 
 def make_loggers(config: dict[str, Any], folder: Path, digest: str, step: int) -> list[Logger]:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import PointTransformerConv
 from torch_geometric.nn.aggr.utils import MultiheadAttentionBlock
 
+from .blocks import MAB, build_normalizer
+from .point_cloud_transformer import OffsetAttention
 from .point_transformer_conv import SinkhornPointTransformerConv
 
 
@@ -22,7 +24,7 @@ def convert(
 ) -> list[str]:
     """Replaces softmax attention in a torch_geometric model, in place, weights and parameter names kept.
 
-    Two kinds of modules are converted:
+    Three kinds of modules are converted:
 
     - every torch.nn.MultiheadAttention outside decoders, by `sinkhorn_attention.convert`: those of
       SetTransformerAggregation, GraphMultisetTransformer, PatchTransformerAggregation, the set attention blocks,
@@ -31,6 +33,7 @@ def convert(
       hand over both.
     - PointTransformerConv, for "sinkhorn" (and "softmax", which undoes it), by `SinkhornPointTransformerConv` over the
       same layers and parameters. Hooks on such a layer are not kept.
+    - the blocks of this package's own models, `MAB` and `OffsetAttention`, which take any normalizer.
 
     Pooling with a single seed (PoolingByMultiheadAttention, num_seed_points=1) becomes mean pooling from the second
     half-step on: see `PMA`. `layers="encoders*"` leaves the pooling of a SetTransformerAggregation as it is.
@@ -59,14 +62,15 @@ def convert(
     found: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention | PointTransformerConv) and module not in in_decoders
+        if isinstance(module, nn.MultiheadAttention | PointTransformerConv | MAB | OffsetAttention)
+        and module not in in_decoders
     }
     if not found:
         if not strict:
             return []
         raise ValueError(
             f"{type(model).__name__} has neither a torch.nn.MultiheadAttention outside decoders nor a "
-            "PointTransformerConv to convert"
+            "PointTransformerConv to convert, nor a block of pyg_sinkhorn's"
         )
     selected = select_layers(list(found), layers)
     convolutions = [name for name in selected if isinstance(found[name], PointTransformerConv)]
@@ -74,7 +78,9 @@ def convert(
         raise ValueError(f"{', '.join(convolutions)}: {refusal}; leave them out with layers=, or pass strict=False")
     if "" in convolutions and not isinstance(model, SinkhornPointTransformerConv):
         raise ValueError("a bare PointTransformerConv cannot be replaced in place: build SinkhornPointTransformerConv")
-    attention = [name for name in selected if name not in convolutions]
+    blocks = [name for name in selected if isinstance(found[name], MAB | OffsetAttention)]
+    attention = [name for name in selected if name not in {*convolutions, *blocks}]
+    normalizers = {name: _normalizer_of(found[name], normalizer, options) for name in blocks}
     if attention:
         done = sinkhorn_attention.convert(
             nn.ModuleList(found[name] for name in attention), normalizer, strict=strict, **options
@@ -85,9 +91,11 @@ def convert(
             block.__class__ = PaddedMultiheadAttentionBlock
     if refusal:
         convolutions = []
+    for name in blocks:
+        found[name].normalizer = normalizers[name]
     for name in convolutions:
         _replace_convolution(model, found[name], edge_iters)
-    return [name for name in selected if name in {*attention, *convolutions}]
+    return [name for name in selected if name in {*attention, *blocks, *convolutions}]
 
 
 class PaddedMultiheadAttentionBlock(MultiheadAttentionBlock):
@@ -110,6 +118,13 @@ class PaddedMultiheadAttentionBlock(MultiheadAttentionBlock):
             out = self.layer_norm1(out)
         out = out + self.lin(out).relu()
         return out if self.layer_norm2 is None else self.layer_norm2(out)
+
+
+def _normalizer_of(block: Any, name: str, options: dict[str, object]) -> sinkhorn_attention.Normalizer:
+    """A normalizer for a block of this package's, of its place, type and mode."""
+    scores, num_heads = (block.query, block.num_heads) if isinstance(block, MAB) else (block.query_key, 1)
+    built = build_normalizer(name, None, options, scores.out_features // num_heads, num_heads)
+    return built.to(scores.weight).train(block.training)
 
 
 def _edge_iterations(normalizer: str, options: dict[str, object]) -> tuple[int, str]:

@@ -234,3 +234,23 @@ def test_features_of_the_linear_baseline():
         shapes_baseline.features(cloud, 4), shapes_baseline.features(cloud[:, ::-1], 4), atol=1e-12
     )
     assert shapes_baseline.features(cloud, 4).shape == (1, 6 + 6 + 10 + 15)
+
+
+@pytest.mark.parametrize("name", ["set_sinkformer_modelnet40", "pct_sinkformer_modelnet40"])
+def test_layers_choose_which_attention_is_converted(name):
+    small = {"hidden": 8, "num_heads": 2, "num_inducing": 4}
+    if name.startswith("pct"):
+        small = {"embed_dim": 4, "num_samples": [12, 8], "num_neighbors": 4, "fuse_dim": 16, "head_dims": [16, 8]}
+    points = torch.randn(2, 24, 3, generator=torch.Generator().manual_seed(0))
+    attention = {"name": "sinkhorn", "n_iters": 5}
+
+    def logits(**settings):
+        torch.manual_seed(0)
+        return cloud_model(name, {**attention, **settings}, 5, dropout=0.0, **small)(points)
+
+    every, by_name, last = logits(), logits(layers="*"), logits(layers=1)
+    torch.testing.assert_close(by_name, every, rtol=0, atol=0)
+    assert (last - every).abs().max() > 1e-6
+    for wrong in (9, "nothing*", [17]):
+        with pytest.raises(ValueError, match="layers="):
+            logits(layers=wrong)

@@ -75,6 +75,13 @@ def test_killed_between_checkpoints_within_epochs(runs, finished, step, from_ste
     assert card["attempts"][1]["from_step"] == from_step
 
 
+def test_float64_goes_on_in_float64(runs, finished):
+    """Weights that are rounded to float32 when they are loaded differ by 1e-7 in the end."""
+    words = (*SINKHORN, "trainer.precision=64")
+    assert runs.in_child(at_step(6, kill), *words) == -signal.SIGKILL
+    assert_equal(runs.start(*words).folder, finished(*words))
+
+
 def test_killed_again_and_again(runs, finished):
     for step in (3, 5, 6, 9, 10):
         assert runs.in_child(at_step(step, kill), *MID_EPOCH) == -signal.SIGKILL

@@ -1,6 +1,7 @@
 """The command itself: one run, sweeps, and what it says when something is wrong."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -11,12 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.plugins import Plugins
 
 from experiments import train
 from experiments.config import compose, resolve
 from experiments.errors import RunError
 from experiments.runners import lightning
 from experiments.runners.run_dir import run_hash
+from tests.experiments import searching
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,6 +170,40 @@ def test_a_sweep_its_repetition_and_hydras_folders(command, runs, tmp_path, monk
     commands = {json.loads((folder / "run.json").read_text())["command"] for folder in runs.folders()}
     assert len(commands) == 4
     assert not any("-m attention" in line or "1,3" in line for line in commands)
+
+
+@pytest.mark.parametrize(("metric", "worst"), [("accuracy", 0.0), ("loss", math.inf)])
+def test_a_search_is_told_the_metric_of_the_chosen_epoch(command, runs, rows, tmp_path, monkeypatch, metric, worst):
+    monkeypatch.setenv("SEARCHED", str(tmp_path / "searched.json"))
+    name = "hydra_plugins.searching.Searching"  # Hydra takes plugins from there alone
+    monkeypatch.setitem(Plugins.instance().class_name_to_class, name, searching.Searching)
+    sweep = [f"hydra.sweeper._target_={name}", f"protocol.metric={metric}"]
+    sweep += ["trainer.max_epochs=2", "attention=sinkhorn", "attention.n_iters=1,3", "optimizer.lr=1e-3,1e30"]
+    for _ in range(2):  # the second time all are finished, or diverge again
+        code, words = command(*sweep, options=["-m"])
+        assert code == 0, words
+        found = json.loads((tmp_path / "searched.json").read_text())
+        assert len(found) == 4
+        values = {}
+        for folder in runs.folders():
+            card = json.loads((folder / "run.json").read_text())
+            place = card["identity"]["attention"]["n_iters"], card["identity"]["optimizer"]["lr"]
+            of_epochs = [row[metric] for row in rows(folder) if row["split"] == "val"]
+            best = max(of_epochs, default=0.0) if metric == "accuracy" else min(of_epochs, default=0.0)
+            values[place] = worst if card["state"] == "diverged" else best
+        told = {
+            (int(words.split("n_iters=")[1].split()[0]), float(words.split("lr=")[1].split()[0])): value
+            for words, value in found.items()
+        }
+        assert told == values
+        assert told[3, 1e30] == worst
+
+
+def test_a_sweep_that_does_not_search_fails_where_a_run_diverges(command, runs):
+    code, words = command("optimizer.lr=1e30,1e-3", "attention=sinkhorn", "trainer.max_epochs=1", options=["-m"])
+    assert code == 1
+    assert "the loss became NaN at step 1" in words
+    assert words.count("finished: ") == 1
 
 
 def test_one_bad_run_does_not_lose_the_others(command, runs):

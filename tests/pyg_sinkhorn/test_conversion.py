@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 import torch
-from pyg_sinkhorn import convert
+from pyg_sinkhorn import convert, create_model
 from sinkhorn_attention.reference import sinkhorn_attention_reference
 from torch import nn
 from torch_geometric.nn import (
@@ -245,3 +245,43 @@ def test_without_strict_the_rest_is_converted():
 def test_decoders_are_left_alone():
     model = nn.ModuleList([nn.TransformerDecoderLayer(8, 2), nn.TransformerEncoderLayer(8, 2)])
     assert convert(model, "sinkhorn") == ["1.self_attn"]
+
+
+BLOCKS = {
+    "set_transformer_modelnet40": ({"hidden": 8, "num_heads": 2, "num_inducing": 3}, "softmax", 5),
+    "pct_modelnet40": (
+        {"embed_dim": 4, "num_samples": (8, 6), "num_neighbors": 3, "fuse_dim": 8, "head_dims": (8, 4)},
+        "pct",
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_blocks_of_this_package(name):
+    """All blocks converted are the model built with that normalizer; some converted, neither model."""
+    options, own, number = BLOCKS[name]
+    points = normal(2, 12, 3)
+
+    def model(normalizer, n_iters=None):
+        torch.manual_seed(0)
+        # In training, where batch normalisation keeps what the attention does from being lost in small numbers.
+        made = create_model(name, num_classes=4, normalizer=normalizer, n_iters=n_iters, dropout=0.0, **options)
+        return made.double()
+
+    whole, before, after = model(own), model(own)(points), model("sinkhorn", 5)(points)
+    assert (before - after).abs().max() > 1e-6
+    names = convert(whole, "sinkhorn", n_iters=5)
+    assert len(names) == number
+    torch.testing.assert_close(whole(points), after, rtol=0, atol=0)
+    assert convert(whole, own) == names
+    torch.testing.assert_close(whole(points), before, rtol=0, atol=0)
+    last = model(own)
+    assert convert(last, "sinkhorn", n_iters=5, layers=[0]) == names[:1]
+    mixed = last(points)
+    assert (mixed - before).abs().max() > 1e-6
+    assert (mixed - after).abs().max() > 1e-6
+    owning = model(own).eval()
+    assert convert(owning, "lot", n_iters=3) == names
+    assert owning.get_submodule(names[0]).normalizer.pivot.dtype == torch.float64
+    assert not owning.get_submodule(names[0]).normalizer.training

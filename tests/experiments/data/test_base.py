@@ -77,8 +77,10 @@ def test_ranks_share_the_batches_of_one_device(world_size):
     assert {len(batches) for batches in shared} == {len(alone)}
     for number, batch in enumerate(alone):
         parts = [batches[number] for batches in shared]
-        assert sorted(sample for part in parts for sample in part) == sorted(batch)
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        own = parts[: len(batch)]  # further ranks borrow the first sample
+        assert sorted(sample for part in own for sample in part) == sorted(batch)
+        assert max(map(len, own)) - min(map(len, own)) <= 1
+        assert parts[len(batch) :] == [batch[:1]] * (world_size - len(own))
 
 
 def test_a_stratified_split_is_one():
