@@ -112,8 +112,8 @@ def test_in_an_evaluation_alone(runs, monkeypatch, split, words):
 def test_a_nan_is_not_left_out_of_a_mean(mean_over):
     metrics = classifier.RunningMetrics(2, mean_over)
     logits, labels = torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)
-    metrics.update(logits, labels, torch.tensor([1.0, math.nan]))
-    metrics.update(logits, labels, torch.tensor([1.0, 1.0]))
+    metrics.update(logits, labels, torch.tensor([1.0, math.nan]), 2)
+    metrics.update(logits, labels, torch.tensor([1.0, 1.0]), 2)
     assert math.isnan(metrics.values()["loss"])
 
 

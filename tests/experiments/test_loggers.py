@@ -273,6 +273,6 @@ def test_progress_bar_in_a_terminal(runs, monkeypatch):
 def test_a_metric_is_the_shortest_decimal_of_its_float32():
     metrics = classifier.RunningMetrics(2)
     logits = torch.tensor([[2.0, 0.0]] * 10)
-    metrics.update(logits, torch.tensor([0] * 7 + [1] * 3), torch.full((10,), 0.5))
+    metrics.update(logits, torch.tensor([0] * 7 + [1] * 3), torch.full((10,), 0.5), 10)
     assert metrics.values() == {"loss": 0.5, "accuracy": 0.7}
     assert recorder.json_line(metrics.take()) == '{"loss": 0.5, "accuracy": 0.7}\n'

@@ -174,5 +174,5 @@ def test_refusals() -> None:
     query, key, value = (t[..., :4, :].requires_grad_() for t in (query, key, value))
     out = sinkhorn_attention(query, key, value, backend="triton")
     (first,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"Triton backend .* cannot be differentiated again"):
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
         first.sum().backward()

@@ -8,8 +8,6 @@
 Another engine is a class with the methods of `operator.Engine`, and a line in `operator_of`.
 """
 
-from functools import cache
-
 from .operator import Operator
 from .portable import Portable
 
@@ -30,17 +28,11 @@ def operator_of(backend: str) -> Operator:
         NotImplementedError: where the backend's package is missing.
     """
     if backend == "triton":
-        return _triton()
+        try:
+            from .triton import TRITON  # imported at its first use
+        except ImportError as error:
+            raise NotImplementedError(
+                "backend='triton' needs the triton package, which comes with torch on Linux; use backend='auto'"
+            ) from error
+        return TRITON
     return RECOMPUTING if backend == "streaming" else AUTO if backend == "auto" else PORTABLE
-
-
-@cache
-def _triton() -> Operator:
-    """The Triton engine, imported at its first use."""
-    try:
-        from .triton import Triton
-    except ImportError as error:
-        raise NotImplementedError(
-            "backend='triton' needs the triton package, which comes with torch on Linux; use backend='auto'"
-        ) from error
-    return Operator(Triton())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import triton_kernels as kernels
 from .heads import LOG2E
-from .operator import Results, State
+from .operator import Operator, Results, State
 from .problem import Problem
 
 #: The keys of a head stay on the chip. Beyond 256 of them the compiler spills registers.
@@ -251,3 +251,6 @@ class Triton:
         if attn_bias is not None and wants_bias:
             d_bias = d_scores.view(*call.lead, call.n, call.m).sum_to_size(attn_bias.shape).to(attn_bias.dtype)
         return d_query, d_key, d_value, d_bias
+
+
+TRITON = Operator(Triton())
