@@ -85,8 +85,8 @@ def sinkhorn_attention(
         dropout_p: probability of dropping an entry of the final map, without renormalising.
         gradient: "unrolled" is the exact derivative of the half-steps; "detached" takes the column potential for a
             constant, as the published sentiment code does; "implicit" is the derivative at convergence, which keeps the
-            map and takes no other backend than "auto" and "portable" (see engines/implicit.py; a backward pass on the CPU raises
-            where the half-steps have not converged).
+            map and takes no other backend than "auto" and "portable" (see engines/implicit.py; a backward pass on the
+            CPU raises where the half-steps have not converged).
         backend: "reference" is the definition; "portable" (also called "dense") the engine of torch operations, which
             on the CPU works in cache-sized chunks of heads while a head's map is below 8 MB, in blocks of rows of a
             kept map up to 256 MB, and makes the blocks again above that and for one or two half-steps; "streaming" is
