@@ -8,6 +8,7 @@ It is `fairseq_cli.train` itself; these parts of it are replaced, because fairse
 - has no handler for signals: here a signal is noted, and after the update a checkpoint is saved and the training ends,
 - validates whenever it saves within an epoch,
 - passes over a batch that does not fit into the GPU's memory, and with it an update,
+- gives each of several processes batches of its own, so that their number decides what a step is (`fairseq_batches`),
 - stops with a bare StopIteration at a gradient that is NaN.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, options, tasks
+from fairseq.data import iterators
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
@@ -34,6 +36,7 @@ from fairseq_cli import train as program  # type: ignore[import-untyped]
 
 from ..files import sync_folder, write_atomic
 from .column_rows import Row, due
+from .fairseq_batches import DividedBatches, filled
 from .fairseq_columns import record_columns
 from .fairseq_events import (
     FairseqError,
@@ -55,7 +58,6 @@ BATCHING = (
     ("dataset", "max_tokens"),
     ("dataset", "batch_size"),
     ("optimization", "update_freq"),
-    ("distributed_training", "distributed_world_size"),
 )
 #: The exit code after a signal; the event `stopped` says which.
 STOPPED = 3
@@ -167,6 +169,7 @@ class Training:
         program.validate_and_save, program.get_valid_stats = self.validate_and_save, self.valid_stats
         checkpoint_utils.load_checkpoint, checkpoint_utils.save_checkpoint = self.load, self.saver
         checkpoint_utils.torch_persistent_save = _write
+        self._train_iterator = Trainer.get_train_iterator
         training = self
 
         def train_step(trainer: Trainer, samples: list[Any], raise_oom: bool = False) -> Any:
@@ -176,7 +179,17 @@ class Training:
             training.samples, training.start = 0, time.perf_counter()
             training._begin_epoch(trainer, epoch)
 
+        def get_train_iterator(trainer: Trainer, *words: Any, **more: Any) -> Any:
+            # In validation each process keeps whole batches: how long a translation may be depends on its batch.
+            whole = iterators.EpochBatchIterator
+            iterators.EpochBatchIterator = DividedBatches
+            try:
+                return training._train_iterator(trainer, *words, **more)
+            finally:
+                iterators.EpochBatchIterator = whole
+
         Trainer.train_step, Trainer.begin_epoch = train_step, begin_epoch
+        Trainer.get_train_iterator = get_train_iterator
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self.note)
         program.main(cfg)
@@ -187,10 +200,13 @@ class Training:
 
     def _any(self, trainer: Trainer, number: int) -> int:
         """The largest of the numbers that the processes of the run have."""
+        return self._reduced(trainer, number, torch.distributed.ReduceOp.MAX)
+
+    def _reduced(self, trainer: Trainer, number: int, how: Any) -> int:
         if trainer.data_parallel_world_size == 1:
             return number
         noted = torch.tensor([number], device=trainer.device)
-        torch.distributed.all_reduce(noted, torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(noted, how)
         return int(noted)
 
     def train_step(self, trainer: Trainer, samples: list[Any]) -> Any:
@@ -202,7 +218,7 @@ class Training:
         """
         self.step = trainer.get_num_updates()
         try:
-            output = self._train_step(trainer, samples, raise_oom=True)
+            output = self._train_step(trainer, filled(samples), raise_oom=True)
         except (StopIteration, FloatingPointError) as error:
             reason = f" ({' '.join(str(error).split())})" if str(error) else ""
             raise FairseqError(
@@ -240,10 +256,10 @@ class Training:
         self.history.append(row)  # now, because the checkpoint holds it; `valid_stats` completes it
         columns = self._record_columns(trainer, epoch_itr.epoch)
         outcome = self._validate_and_save(cfg, trainer, task, epoch_itr, subsets, True)
+        seconds = time.perf_counter() - self.start
+        samples = self._reduced(trainer, self.samples, torch.distributed.ReduceOp.SUM)
         if distributed_utils.is_master(cfg.distributed_training):
-            seconds = time.perf_counter() - self.start
-            world = trainer.data_parallel_world_size
-            emit("epoch", **row, columns=columns, seconds=seconds, samples=self.samples * world)
+            emit("epoch", **row, columns=columns, seconds=seconds, samples=samples)
         if stopping := self._any(trainer, self.signal):
             raise Stopped(stopping)
         return outcome
@@ -310,7 +326,8 @@ def train_process(cfg: Any, settings: dict[str, Any]) -> None:
 def choose_checkpoint(folder: Path, cfg: Any) -> bool:
     """Makes the newest whole checkpoint the last; returns whether its epoch has to be begun anew.
 
-    That is so where the batches of the epoch are not those of the attempt that saved it within the epoch.
+    That is so where the batches of the epoch are not those of the attempt that saved it within the epoch, which an
+    earlier version divided among its processes in another way. The number of processes alone changes no batch.
     """
     state = _read(folder / LAST)
     if state is None:
@@ -336,6 +353,13 @@ def choose_checkpoint(folder: Path, cfg: Any) -> bool:
             message=f"the batches are not those of the checkpoint ({', '.join(changed)}): its epoch "
             f"{state['extra_state']['train_iterator']['epoch']} is begun anew (as with --reset-dataloader); updates "
             "are counted on",
+        )
+    processes = [known["distributed_training"]["distributed_world_size"] for known in (state["cfg"], cfg)]
+    if processes[0] != processes[1]:
+        emit(
+            "warning",
+            message=f"the run goes on with {processes[1]} processes, and had {processes[0]}: the batches and their "
+            "order stay, sums are rounded otherwise, and dropout draws other masks",
         )
     return bool(within and changed)
 

@@ -202,20 +202,19 @@ def _precision(trainer: Config) -> dict[str, str]:
 
 
 def _batches(data: Config, processes: int) -> dict[str, str]:
-    """Fairseq's sizes are those of one process; the batch is divided among them."""
+    """The sizes of a whole batch, whatever the number of processes: see `fairseq_batches`."""
     made = {}
     if data.get("batch_size") is None and data.get("max_tokens") is None:
         raise RunError("data.batch_size (sentences) or data.max_tokens says how large a batch is; both are missing")
     for key, option in (("batch_size", "batch-size"), ("max_tokens", "max-tokens")):
-        size = data.get(key)
-        if size is None:
-            continue
-        if _count(f"data.{key}", size) % processes:
-            raise RunError(f"data.{key}={size} cannot be divided among {processes} processes")
-        made[option] = str(size // processes)
-        evaluated = data.get(f"eval_{key}")
+        size, evaluated = data.get(key), data.get(f"eval_{key}")
+        if size is not None:
+            made[option] = str(_count(f"data.{key}", size))
         if evaluated is not None:
             made[f"{option}-valid"] = str(_count(f"data.eval_{key}", evaluated))
+    size = data.get("batch_size")
+    if size is not None and size < processes:
+        raise RunError(f"data.batch_size={size} cannot be divided among {processes} processes: take larger batches")
     return made
 
 

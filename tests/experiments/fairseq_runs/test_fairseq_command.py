@@ -77,7 +77,7 @@ def test_rates_fall_after_their_epochs_as_torchs_milestones_do() -> None:
         (["optimizer=adam"], "take a optimizer that is made for fairseq"),
         (["data=mnist5k"], "engine=fairseq needs data.name"),
         (["data.batch_size=null"], "data.batch_size (sentences) or data.max_tokens"),
-        (["trainer.devices=3"], "data.batch_size=32 cannot be divided among 3 processes"),
+        (["trainer.devices=33"], "data.batch_size=32 cannot be divided among 33 processes: take larger batches"),
         (["scheduler.name=inverse_sqrt"], "scheduler.milestones is for scheduler.name=fixed"),
     ],
 )
@@ -93,7 +93,7 @@ def test_tasks_of_a_job_are_the_processes_of_a_run() -> None:
     job = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     job |= {"MASTER_PORT": "29501", "SLURM_NODELIST": "node[1-2]"}
     made = words(SENTENCES, *two, environment=job)
-    assert made["batch-size"] == "8"
+    assert made["batch-size"] == "32"  # of all four together
     assert (made["distributed-world-size"], made["distributed-rank"], made["device-id"]) == ("4", "3", "1")
     assert made["distributed-init-method"] == "tcp://node1:29501"
     assert "distributed-no-spawn" in made
