@@ -2,8 +2,9 @@
 
 import errno
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """`write_atomic` of an object as indented JSON."""
-    write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    """`write_atomic` of an object as indented JSON; numbers as in `json_line`."""
+    write_atomic(path, json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def append_line(path: Path, content: Any) -> None:
@@ -56,8 +57,19 @@ def append_line(path: Path, content: Any) -> None:
 
 
 def json_line(content: Any) -> str:
-    """One object as a line of JSON; the same object always gives the same bytes."""
-    return json.dumps(content, ensure_ascii=False) + "\n"
+    """One object as a line of JSON; the same object always gives the same bytes.
+
+    JSON has no NaN and no infinity: they become null.
+    """
+    return json.dumps(_finite(content), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 @contextmanager

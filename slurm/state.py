@@ -30,12 +30,14 @@ STATES = (
     "interrupted",
     "cancelled",
     "failed",
+    "diverged",
     "lost",
     "unknown",
     "not submitted",
 )
-FAILED = frozenset({"failed", "lost"})
-OVER = frozenset({"finished", "interrupted", "cancelled", "failed", "lost", "not submitted"})
+FAILED = frozenset({"failed", "diverged", "lost"})
+OVER = frozenset({"finished", "interrupted", "cancelled", *FAILED, "not submitted"})
+_RAISED = ("failed", "diverged")  # the states in which a run's own process says why it ended
 _ENDS = {
     "NODE_FAIL": "its node failed",
     "OUT_OF_MEMORY": "out of memory: ask for more (cluster.mem) or take a smaller batch",
@@ -161,10 +163,10 @@ def _judge(
     event = (task.events() or [{}])[-1] if task is not None else {}
     if job is not None and job.alive:
         return _judge_alive(job, wrote, message, event)
-    if (task is not None or by_hand) and not asked and wrote != "failed":
+    if (task is not None or by_hand) and not asked and wrote not in _RAISED:
         return (wrote or "unknown"), "SLURM could not be asked"
-    if wrote == "failed":
-        return "failed", message
+    if wrote in _RAISED:
+        return str(wrote), message
     if task is None and not by_hand:
         return _judge_without_job(wrote, last)
     end = job.state if job is not None else None
@@ -200,8 +202,8 @@ def _judge_alive(job: Job, wrote: str | None, message: str, event: dict[str, Any
         return "requeued", "; ".join(word for word in (why, job.reason) if word)
     if job.state in ("SUSPENDED", "STOPPED"):
         return "suspended", ""
-    if wrote == "failed":
-        return "failed", message
+    if wrote in _RAISED:
+        return str(wrote), message
     if wrote == "interrupted":
         return "preempted", "saved; waits to be requeued"
     return ("running", "") if wrote == "running" else ("starting", "")

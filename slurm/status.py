@@ -30,6 +30,7 @@ COLOURS = {
     "finished": "green",
     "running": "cyan",
     "failed": "bold red",
+    "diverged": "bold red",
     "lost": "bold red",
     "cancelled": "yellow",
     "interrupted": "yellow",

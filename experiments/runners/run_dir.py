@@ -7,10 +7,10 @@ In the folder:
 
 - `config.yaml`: the resolved configuration, whole.
 - `run.json`, the run card: `hash` (64 hex digits), `experiment`, `label`, `seed`, `state` ("running", "interrupted",
-  "failed" or "finished"), `identity` (the hashed part of the configuration), `command`, `git` (`commit`, `dirty`,
-  `diff`), `versions`, `seeds`, `data` (`name`, `split_hash`, `sizes`), `n_params`, and `attempts`: one object per start
-  with `started`, `ended` (ISO 8601, UTC), `state`, `message`, `from_step`, `host`, `pid`, `platform`, `devices`,
-  `threads`, `slurm` (`job`, `restart`, `nodes`; null elsewhere).
+  "failed", "diverged" or "finished"), `identity` (the hashed part of the configuration), `command`, `git` (`commit`,
+  `dirty`, `diff`), `versions`, `seeds`, `data` (`name`, `split_hash`, `sizes`), `n_params`, and `attempts`: one object
+  per start with `started`, `ended` (ISO 8601, UTC), `state`, `message`, `from_step`, `host`, `pid`, `platform`,
+  `devices`, `threads`, `slurm` (`job`, `restart`, `nodes`; null elsewhere).
 - `metrics.jsonl`: one object per evaluation: `epoch` (finished epochs, so the first is 1), `step` (optimizer steps),
   `split` ("train", "val" or "test"), then metric names (`loss`, `accuracy` as a fraction of 1; `lr` for "train"). The
   "train" row is the mean over the epoch while it was trained. No times: two equal runs have byte-identical files.
@@ -44,7 +44,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from ..errors import RunError
+from ..errors import Diverged, RunError
 from ..files import explain_full_disk, write_atomic, write_json
 
 # Where the work is done and how it is shown. `learning_rates` is the table that optimizer.lr is looked up in.
@@ -208,11 +208,9 @@ class RunDir:
                 try:
                     yield
                 except BaseException as error:
-                    stopped = isinstance(error, KeyboardInterrupt | SystemExit)
                     # A full disk must not hide the fault that is being recorded.
                     with suppress(OSError):
-                        message = _stop(error) if stopped else str(error).strip() or type(error).__name__
-                        self._end("interrupted" if stopped else "failed", message.splitlines()[0])
+                        self._end(*_how_it_ended(error))
                     raise
                 self._end("finished")
         finally:
@@ -285,6 +283,14 @@ def folders_by_hash(experiment: Path) -> dict[str, Path]:
     for path in sorted(experiment.glob("*-*")):
         folders.setdefault(path.name.rpartition("-")[2], path)
     return folders
+
+
+def _how_it_ended(error: BaseException) -> tuple[str, str]:
+    """State and message of an attempt that an exception ends."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "interrupted", _stop(error)
+    message = str(error).strip() or type(error).__name__
+    return "diverged" if isinstance(error, Diverged) else "failed", message.splitlines()[0]
 
 
 def _stop(error: BaseException) -> str:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import pickle
 import shlex
 import signal
 
@@ -13,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from experiments import files
 from experiments.config import compose, resolve
 from experiments.data import base
-from experiments.errors import RunError
+from experiments.errors import Diverged, RunError
 from experiments.runners import checkpoints, classifier, run_dir
 
 
@@ -105,6 +106,29 @@ def test_a_damaged_record_is_named(config):
         (run.path / "result.json").write_text(content)
         with pytest.raises(RunError, match=r"result\.json cannot be read"):
             run.result()
+
+
+@pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("-inf"), "infinite")])
+def test_a_run_that_diverges_says_so_in_its_card(config, value, kind):
+    run = run_dir.RunDir.of(config)
+    with pytest.raises(RunError) as raised, run.attempt("", {}, [], 1):
+        raise Diverged.at("the loss", value, 37, 0, 1e-3)
+    again = pickle.loads(pickle.dumps(raised.value))  # as a launcher brings it from another process
+    assert isinstance(again, Diverged)
+    assert str(again).startswith(f"the loss became {kind} at step 37, epoch 0; learning rate 0.001: the run has ")
+    card = json.loads((run.path / "run.json").read_text())
+    assert card["state"] == card["attempts"][0]["state"] == "diverged"
+    assert card["attempts"][0]["message"] == str(raised.value)
+
+
+def test_json_has_no_nan(tmp_path):
+    content = {"a": [1.5, float("nan")], "b": {"c": float("inf"), "d": (float("-inf"), 2)}, "e": "NaN"}
+    right = {"a": [1.5, None], "b": {"c": None, "d": [None, 2]}, "e": "NaN"}
+    files.write_json(tmp_path / "object.json", content)
+    files.append_line(tmp_path / "lines.jsonl", content)
+    for name in ("object.json", "lines.jsonl"):
+        text = (tmp_path / name).read_text()
+        assert json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON")) == right
 
 
 def test_run_card(finished):

@@ -55,6 +55,9 @@ def first(capsys, sweep) -> tuple[str, str]:
         (["failed"], ("COMPLETED", 0, ""), "failed", "loss is not finite"),
         (["failed"], None, "failed", "loss is not finite"),
         (["failed"], ("RUNNING", 0, ""), "failed", "loss is not finite"),
+        (["diverged"], ("COMPLETED", 0, ""), "diverged", "loss is not finite"),
+        (["diverged"], None, "diverged", "loss is not finite"),
+        (["diverged"], ("RUNNING", 0, ""), "diverged", "loss is not finite"),
         (["interrupted"], ("TIMEOUT", 0, ""), "interrupted", "stopped at the time limit; submit again to go on"),
         (["interrupted"], None, "interrupted", "stopped with a checkpoint; submit again to go on"),
         ([], ("COMPLETED", 0, ""), "failed", "SLURM says COMPLETED, and the job's log nothing"),
@@ -65,7 +68,7 @@ def test_states_of_a_submitted_run(sweep, attempts, job, state, detail):
     sweep.submit(ARRAY)
     if attempts:
         written = [sweep.attempt(one, 1 + 15 * n, 11 + 15 * n) for n, one in enumerate(attempts)]
-        if attempts[-1] == "failed":
+        if attempts[-1] in ("failed", "diverged"):
             written[-1]["message"] = "loss is not finite"
         sweep.write(0, *written, epoch=2)
     jobs = {f"{ARRAY}_1": Job(f"{ARRAY}_1", "PENDING")}
