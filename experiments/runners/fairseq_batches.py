@@ -1,8 +1,8 @@
 """The batches of a run that several processes train: those of one process, in the same order, each divided among them.
 
-fairseq gives each process whole batches in turn, so that the number of processes decides how many sentences a step has,
-and which. Here `data.batch_size` and `data.max_tokens` are those of the whole batch. Losses are summed over sentences or
-tokens, and divided by their number in all processes: what remains is the rounding of the sums.
+fairseq gives each process whole batches in turn, so that the number of processes decides how many sentences a step
+has, and which. Here `data.batch_size` and `data.max_tokens` are those of the whole batch. Losses are summed over
+sentences or tokens, and divided by their number in all processes: what remains is the rounding of the sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ Batches = Sequence[Sequence[int]]
 class DividedBatches(iterators.EpochBatchIterator):  # type: ignore[misc]
     """fairseq's iterator, in which a process has its part of every batch, the n-th of each `num_shards` sentences.
 
-    A batch has sentences of like lengths side by side, so the parts have about equally many tokens. A part may be empty;
-    fairseq then runs a batch that counts nothing.
+    A batch has sentences of like lengths side by side, so the parts have about equally many tokens. A part may be
+    empty; fairseq then runs a batch that counts nothing.
 
     Args:
         dataset: of sentences.

@@ -186,7 +186,12 @@ def test_events_are_told_from_other_lines() -> None:
 
 
 def test_a_new_split_is_another_one() -> None:
-    manifest: dict[str, Any] = {"name": "imdb", "split_hash": "ab", "sizes": {"train": 60, "valid": 21, "test": 19}}
+    manifest: dict[str, Any] = {
+        "name": "imdb",
+        "split_hash": "ab",
+        "vocabulary": "cd",
+        "sizes": {"train": 60, "valid": 21, "test": 19},
+    }
 
     def facts(seed: int) -> dict[str, Any]:
         return fairseq_command.facts(manifest, {"resplit_seed": seed})

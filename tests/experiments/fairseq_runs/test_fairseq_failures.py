@@ -5,23 +5,72 @@ from typing import Any
 
 import pytest
 
-from experiments.errors import RunError
+from experiments.errors import Diverged, RunError
 from experiments.evaluate import main as evaluate
 
 
-def test_a_gradient_that_is_no_number_stops_with_one_sentence(text_runs: Any, sentiment: tuple[str, ...]) -> None:
-    overrides = (*sentiment, "optimizer.lr=1e30", "trainer.max_epochs=2")
-    with pytest.raises(RunError) as stopped:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_training_that_diverges_has_failed(text_runs: Any, sentiment: tuple[str, ...], devices: int) -> None:
+    overrides = (*sentiment, "optimizer.lr=1e30", "trainer.max_epochs=2", f"trainer.devices={devices}")
+    with pytest.raises(Diverged, match=r"^the (loss|norm of the gradient) became NaN at step 1, epoch 0; ") as stopped:
         text_runs.start(*overrides)
     run = text_runs.run_dir(*overrides)
-    assert "the loss or its gradient is NaN or infinite at update" in str(stopped.value)
+    assert "learning rate 1e+30: the run has diverged. Lower optimizer.lr" in str(stopped.value)
     assert str(run.path / "fairseq.log") in str(stopped.value)
     assert "\n" not in str(stopped.value)
     card = json.loads((run.path / "run.json").read_text())
-    assert (card["state"], card["attempts"][0]["message"]) == ("failed", str(stopped.value))
+    assert (card["state"], card["attempts"][0]["message"]) == ("diverged", str(stopped.value))
     assert "Traceback" in (run.path / "fairseq.log").read_text()
     assert not run.finished
     assert not (run.checkpoints / "crash.pt").exists()
+
+
+# fairseq looks at the gradient alone. These are of a loss: of the step, of one process of two, of validation alone.
+SPOILED = """
+from fairseq.criterions import sentence_prediction
+Criterion = sentence_prediction.SentencePredictionCriterion
+forward = Criterion.forward
+def spoiled(self, model, sample, reduce=True):
+    loss, size, output = forward(self, model, sample, reduce)
+    if {when}:
+        loss = loss + float({value!r})
+        output["loss"] = loss.data
+    return loss, size, output
+Criterion.forward = spoiled
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "value", "devices", "said"),
+    [
+        ("model.training", "inf", 1, "the loss became infinite at step 0, epoch 0"),
+        ("model.training and torch.distributed.get_rank() == 1", "nan", 2, "the loss became NaN at step 0, epoch 0"),
+        ("not model.training", "nan", 1, "the validation loss became NaN at step 8, epoch 1"),
+    ],
+)
+def test_a_loss_that_is_not_finite_ends_the_run(
+    text_runs: Any, sentiment: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str,
+    value: str, devices: int, said: str,
+) -> None:  # fmt: skip
+    late = (
+        "import importlib.abc, sys, torch\n"
+        "class Late(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'fairseq_sinkhorn.attention':\n"
+        "            sys.meta_path.remove(self)\n"
+        f"            exec({SPOILED.format(when=when, value=value)!r}, {{'torch': torch}})\n"
+        "sys.meta_path.insert(0, Late())\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(late)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    overrides = (*sentiment, f"trainer.devices={devices}")
+    with pytest.raises(Diverged, match=f"^{said}"):
+        text_runs.start(*overrides)
+    run = text_runs.run_dir(*overrides)
+    assert json.loads((run.path / "run.json").read_text())["state"] == "diverged"
+    for path in run.path.glob("*.json*"):
+        for record in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            json.loads(record, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
 
 
 def test_an_option_that_fairseq_does_not_know_is_refused_before_a_folder_is_made(
