@@ -13,7 +13,7 @@ from fairseq.data import iterators
 Batches = Sequence[Sequence[int]]
 
 
-class DividedBatches(iterators.EpochBatchIterator):  # type: ignore[misc]
+class DividedBatches(iterators.EpochBatchIterator):
     """fairseq's iterator, in which a process has its part of every batch, the n-th of each `num_shards` sentences.
 
     A batch has sentences of like lengths side by side, so the parts have about equally many tokens. A part may be
