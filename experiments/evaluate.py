@@ -128,12 +128,9 @@ def _by_fairseq(folder: Path, split: str, at: str, data: str | None) -> tuple[Nu
 
     config, result = _finished(folder, data)
     facts = fairseq_command.facts(fairseq_command.read_manifest(config["data"]), config["data"])
-    found = facts["split_hash"]
-    if found != result["data"]["split_hash"]:
-        raise RunError(
-            f"the data are not those that {folder} was trained with: their splits have the hash {found[:12]}, the "
-            f"run's {result['data']['split_hash'][:12]}"
-        )
+    other = fairseq_command.other_data(result["data"], facts)
+    if other is not None:
+        raise RunError(f"the data are not those that {folder} was trained with: {other}")
     place = result[at]
     scores = fairseq.score(config, {place["epoch"]: folder / place["checkpoint"]}, split)
     metrics: Numbers = scores["metrics"][str(place["epoch"])]["metrics"]

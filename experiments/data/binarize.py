@@ -32,7 +32,12 @@ def binarize_translation(stages: Stages, source: str, target: str) -> str | None
             for language in (source, target):
                 built = folder / f"{split}.{source}-{target}.{language}.idx"
                 counts[f"{split}.{language}"] = _agree(built, text / f"{split}.{language}")
-        return {"lines": counts}
+        unknown = {
+            f"{split}.{language}": _unknown(text / f"{split}.{language}", folder / f"dict.{language}.txt")
+            for split in SPLITS
+            for language in (source, target)
+        }
+        return {"lines": counts, "unknown": unknown}
 
     return _run(stages, make)
 
@@ -56,7 +61,12 @@ def binarize_classification(stages: Stages) -> str | None:
                 counts[f"{split}.{column}"] = _agree(folder / column / f"{split}.idx", text / f"{split}.{column}")
         lines = (folder / "label" / "dict.txt").read_text(encoding="utf-8").splitlines()
         labels = [line.split(" ")[0] for line in lines if not line.startswith("madeupword")]
-        return {"lines": counts, "labels": {label: index for index, label in enumerate(labels)}}
+        unknown = {f"{split}.{column}": _unknown(text / f"{split}.{column}", folder / column / "dict.txt")
+                   for split in SPLITS for column in ("input0", "label")}  # fmt: skip
+        if any(unknown[f"{split}.label"]["unknown"] for split in SPLITS):
+            raise RunError(f"{text}: a label stands in valid or test that the training split does not have")
+        unknown = {part: counts for part, counts in unknown.items() if part.endswith("input0")}
+        return {"lines": counts, "labels": {label: index for index, label in enumerate(labels)}, "unknown": unknown}
 
     return _run(stages, make)
 
@@ -90,6 +100,18 @@ def _preprocess(folder: Path, arguments: Sequence[str]) -> None:
         if last.startswith(("ModuleNotFoundError", "ImportError")):
             raise _NotThereError(last)
         raise RunError(f"fairseq-preprocess failed ({done.returncode}): {last}")
+
+
+def _unknown(text: Path, dictionary: Path) -> dict[str, int]:
+    """How many tokens a file has, and how many of them fairseq reads as unknown."""
+    known = {line.rsplit(" ", 1)[0] for line in dictionary.read_text(encoding="utf-8").split("\n")}
+    tokens = unknown = 0
+    with open(text, encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            words = line.split()
+            tokens += len(words)
+            unknown += sum(word not in known for word in words)
+    return {"tokens": tokens, "unknown": unknown}
 
 
 def _agree(index: Path, text: Path) -> int:

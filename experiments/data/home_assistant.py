@@ -13,7 +13,7 @@ from .archives import Package, fetch_package, read_members
 from .base import data_folder
 from .binarize import binarize_translation
 from .segmentation import joint_bpe, lower_tokens, tools
-from .text import Columns, Dropped, Made, Stages, TextReport, finish, locked, one_line
+from .text import Columns, Dropped, Made, Stages, TextReport, finish, locked, one_line, same_words
 
 NOTICE = "ha_de_en: messages of Home Assistant 2025.1.0 (The Home Assistant Authors, home-assistant.io; Apache-2.0)"
 PACKAGE = Package(
@@ -186,14 +186,14 @@ def _split(columns: Columns, seed: int) -> Made:
     for de, en, place in zip(columns["de"], columns["en"], columns["id"], strict=True):
         split = split_of(place.split(":")[0], seed)
         rows[split].append((de, en, place))
-        seen[split] |= {f"de {de.casefold()}", f"en {en.casefold()}"}
+        seen[split] |= {f"de {same_words(de)}", f"en {same_words(en)}"}
     earlier: set[str] = set()
     made: dict[str, Columns] = {}
     for split in ("train", "test", "valid"):
         pairs: set[tuple[str, str]] = set()
         made[split] = {"de": [], "en": [], "id": []}
         for de, en, place in rows[split]:
-            pair = (de.casefold(), en.casefold())
+            pair = (same_words(de), same_words(en))
             if pair in pairs:
                 dropped.add("repeated", place)
             elif {f"de {pair[0]}", f"en {pair[1]}"} & earlier:

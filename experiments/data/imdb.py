@@ -13,7 +13,19 @@ from .archives import fetch_url, hash_file, read_members
 from .base import data_folder, stratified_split
 from .binarize import binarize_classification
 from .segmentation import pieces, tools
-from .text import Columns, Dropped, Made, Stages, TextReport, finish, locked, one_line, split_lines
+from .text import (
+    Columns,
+    Dropped,
+    Made,
+    Stages,
+    TextReport,
+    common,
+    finish,
+    locked,
+    one_line,
+    same_words,
+    split_lines,
+)
 
 NOTICE = (
     "imdb: Maas et al., Learning word vectors for sentiment analysis, ACL 2011; the reviews' copyright is their "
@@ -74,7 +86,15 @@ def prepare(
             unit="reviews",
             source=origin,
             options=options,
-            remarks=[skipped] if skipped else [],
+            remarks=[
+                *[
+                    f"{count:,} reviews of the split {part} are trained on as well (case, punctuation and Unicode form "
+                    "aside): the official halves share them"
+                    for part, count in common(split, ["text"]).items()
+                    if count
+                ],
+                *([skipped] if skipped else []),
+            ],
         )
 
 
@@ -143,8 +163,9 @@ def _extract(source: Path, partial: bool) -> Made:
             "label": [LABELS[label] for label, _, _, _ in reviews],
             "id": [name for _, _, _, name in reviews],
         }
-    both = set(parts["train"]["text"]) & set(parts["test"]["text"])
-    repeated = {half: len(columns["text"]) - len(set(columns["text"])) for half, columns in parts.items()}
+    words = {half: [same_words(text) for text in columns["text"]] for half, columns in parts.items()}
+    both = set(words["train"]) & set(words["test"])
+    repeated = {half: len(texts) - len(set(texts)) for half, texts in words.items()}
     facts = {"files": dict(sorted(files.items())), "dropped": dropped.facts(), "repeated": repeated}
     return Made(parts, facts | {"texts_in_both_halves": len(both)})
 
@@ -165,10 +186,11 @@ def _check_complete(source: Path, seen: Mapping[str, int], files: Mapping[str, i
 
 
 def _split(parts: dict[str, Columns], valid_size: int, seed: int) -> Made:
-    """Validates on texts that occur once in the training half, so that none is trained on as well."""
+    """Validates on texts that occur once in both halves, so that none is trained or tested on as well."""
     train = parts["train"]
-    times = Counter(train["text"])
-    unique = np.array([i for i, text in enumerate(train["text"]) if times[text] == 1], np.int64)
+    words = [same_words(text) for text in train["text"]]
+    times = Counter([*words, *map(same_words, parts["test"]["text"])])
+    unique = np.array([i for i, text in enumerate(words) if times[text] == 1], np.int64)
     labels = np.array([list(LABELS.values()).index(train["label"][i]) for i in unique])
     try:
         valid = set(unique[stratified_split(labels, {"valid": valid_size}, seed)["valid"]].tolist())
@@ -178,4 +200,4 @@ def _split(parts: dict[str, Columns], valid_size: int, seed: int) -> Made:
     for column, lines in train.items():
         made["train"][column] = [line for i, line in enumerate(lines) if i not in valid]
         made["valid"][column] = [lines[i] for i in sorted(valid)]
-    return Made(made)
+    return Made(made, {"in_train_as_well": common(made, ["text"])})

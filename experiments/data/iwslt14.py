@@ -1,6 +1,7 @@
 """IWSLT'14 German-English (Cettolo et al., 2014) by the recipe of fairseq's prepare-iwslt14.sh, without Perl."""
 
 import hashlib
+import html
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -10,7 +11,21 @@ from .archives import fetch_url, read_members
 from .base import data_folder
 from .binarize import binarize_translation
 from .segmentation import joint_bpe, lower_tokens, tools
-from .text import Columns, Dropped, Made, Stages, TextReport, empty_side, finish, keep, locked, one_line, split_lines
+from .text import (
+    Columns,
+    Dropped,
+    Made,
+    Stages,
+    TextReport,
+    common,
+    empty_side,
+    finish,
+    keep,
+    locked,
+    odd_lengths,
+    one_line,
+    split_lines,
+)
 
 NOTICE = (
     "iwslt14: Cettolo et al., Report on the 11th IWSLT evaluation campaign, 2014; TED talks, CC BY-NC-ND; for research"
@@ -73,7 +88,14 @@ def prepare(
         stages.run("bpe", lambda: joint_bpe(split, LANGUAGES, merges, stages))
         skipped = binarize_translation(stages, *LANGUAGES)
         sizes = {part: len(columns["de"]) for part, columns in split.items()}
-        remarks = [skipped] if skipped else []
+        remarks = [remark for record in stages.records for remark in record["facts"].get("odd_lengths", [])]
+        remarks += [
+            f"{count:,} pairs of the split {part} have a side that is trained on as well (case, punctuation and "
+            "Unicode form aside): the recipe keeps them"
+            for part, count in common(split, LANGUAGES).items()
+            if count
+        ]
+        remarks += [skipped] if skipped else []
         if any(abs(sizes[part] - usual) > usual // 100 for part, usual in USUAL.items()):
             listed = ", ".join(f"{count:,} {part}" for part, count in USUAL.items())
             remarks.append(f"the whole archive gives about {listed} pairs: this is another, or a part of it")
@@ -121,8 +143,10 @@ def _extract(files: dict[str, bytes]) -> Made:
         for part in TEST_PARTS
     ]
     test: Columns = {language: [line for part in parts for line in part[language]] for language in LANGUAGES}
+    places = [f"IWSLT14.{name}" for name, part in zip(TEST_PARTS, parts, strict=True) for _ in part["de"]]
+    odd = odd_lengths(test, LANGUAGES, places) + odd_lengths(train, LANGUAGES, ["train.tags"] * len(train["de"]))
     test = keep(test, empty_side, dropped, "test")
-    return Made({"train": train, "test": test}, {"dropped": dropped.facts()})
+    return Made({"train": train, "test": test}, {"dropped": dropped.facts(), "odd_lengths": odd})
 
 
 def train_pairs(de: bytes, en: bytes, dropped: Dropped) -> Columns:
@@ -194,8 +218,8 @@ def _segments(content: bytes, name: str) -> list[tuple[tuple[str, str], str]]:
     found = []
     for match in _SEGMENT.finditer(text):
         document = next((doc for start, doc in reversed(documents) if start < match.start()), "")
-        # The recipe makes the typographic apostrophe plain in the test set alone.
-        found.append(((document, match[1]), one_line(match[2].replace("’", "'"))))
+        # The recipe makes the typographic apostrophe plain in the test set alone, whose files are XML: "&amp;" is "&".
+        found.append(((document, match[1]), one_line(html.unescape(match[2]).replace("’", "'"))))
     opened = text.count("<seg id")
     if opened != len(found):
         raise RunError(f"IWSLT14.{name}: {opened - len(found)} of {opened} segments do not end with </seg>")

@@ -1,7 +1,6 @@
 """10,605 sentences of movie reviews with mean human ratings from -4 to 4, that the package vaderSentiment carries."""
 
 import io
-import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from .archives import Package, fetch_package, read_members, read_tar
 from .base import data_folder, stratified_split
 from .binarize import binarize_classification
 from .segmentation import pieces, tools
-from .text import Columns, Dropped, Made, Stages, TextReport, finish, locked, one_line, split_lines
+from .text import Columns, Dropped, Made, Stages, TextReport, finish, locked, one_line, same_words, split_lines
 
 NOTICE = (
     "movie_sentences: Hutto, Gilbert, VADER: a parsimonious rule-based model for sentiment analysis of social media "
@@ -119,9 +118,7 @@ def read_ratings(content: bytes) -> Made:
         elif abs(rating) < THRESHOLD:
             dropped.add(f"neutral: between -{THRESHOLD} and {THRESHOLD}", place)
         else:
-            # Sentences that differ in case and punctuation alone are the same.
-            words = " ".join(re.findall(r"\w+", text.casefold())) or text
-            kept[words].append((one_line(fields[0]) or str(number), rating, text))
+            kept[same_words(text)].append((one_line(fields[0]) or str(number), rating, text))
     columns: Columns = {"text": [], "label": [], "id": [], "rating": []}
     for same in kept.values():
         contrary = len({rating > 0 for _, rating, _ in same}) > 1

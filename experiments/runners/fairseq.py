@@ -1,8 +1,10 @@
 """Trains and evaluates a run with fairseq, in a process of its own (`fairseq_child`, `fairseq_score`).
 
 In the run's folder there is also `fairseq.log`, everything that fairseq wrote, of all attempts. The checkpoints are
-fairseq's: `checkpoint_best.pt`, `checkpoint_last.pt`, and with `init_from` `checkpoint_initial.pt`, the weights that
-the run began with, which are evaluated as epoch 0 and stand in result.json as `initial`.
+fairseq's: `checkpoint_best.pt`, `checkpoint_last.pt`, and with `init_from` or `protocol.initial`
+`checkpoint_initial.pt`, the weights that the run began with, which are evaluated as epoch 0 and stand in result.json as
+`initial`. Run card and result.json also have `left_out`, the number of training sentences that are too long for a batch
+or for the model.
 """
 
 import json
@@ -16,12 +18,12 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..errors import RunError
+from ..errors import Diverged, RunError
 from ..files import explain_full_disk
 from ..progress import at_work
 from . import fairseq_command as command
 from .columns import ColumnLog
-from .fairseq_events import improves
+from .fairseq_events import check_finite, improves
 from .fairseq_process import Child, exit_code
 from .origin import finished_origin
 from .recorder import Row, RunLog, close_loggers, make_loggers
@@ -45,18 +47,21 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
     _same_data(run, facts)
     initial, rate = None, config["optimizer"]["lr"]
     if config["init_from"] is not None:
-        initial, rate = finished_origin(config, _train_origin)[:2]
+        if rate is not None:
+            raise RunError(f"optimizer.lr={rate}: init_from.rate says the rate of this run; leave optimizer.lr null")
+        begin = finished_origin(config, _train_origin)
+        initial, rate = begin.checkpoint, begin.rate
+        other = command.other_data(begin.data, facts)
+        if other is not None and begin.data["name"] == facts["name"]:
+            raise RunError(
+                f"init_from: that run was trained with other data of the same name ({other}), which would mix "
+                "sentences to train and to test on, or words: give its settings of data to init_from.overrides too"
+            )
+        if begin.data.get("vocabulary") not in (None, facts["vocabulary"]):
+            raise RunError(f"init_from: that run's data, {begin.data['name']}, have other dictionaries than these")
     begun = {**config, "optimizer": {**config["optimizer"], "lr": rate}}
     words = command.arguments(begun, run.checkpoints, initial)
-    recorded = config["columns"]
-    settings = {
-        "columns": {**recorded, "epochs": config["trainer"]["max_epochs"]} if recorded["every"] is not None else None,
-        "keep_initial": initial is not None,
-        "every_n_steps": config["trainer"]["checkpoint_every_n_steps"],
-        "deterministic": config["trainer"]["deterministic"],
-        "threads": config["trainer"]["threads"],
-    }
-    child = Child.start("fairseq_child", [json.dumps(settings), *words], config)
+    child = Child.start("fairseq_child", [json.dumps(command.settings(config, initial)), *words], config)
     try:
         with child.forwarding():
             ready = _wait_until_ready(child)
@@ -65,11 +70,23 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
             if ready["devices"] != ["cpu"] and len(ready["devices"]) < config["trainer"]["devices"]:
                 have = f"this machine has {len(ready['devices'])} GPUs"
                 raise RunError(f"trainer.devices={config['trainer']['devices']}, and {have}")
+            if ready["devices"] == ["cpu"] and config["trainer"]["precision"] == "fp16":
+                raise RunError("trainer.precision=fp16 needs a GPU, and there is none here: take 32")
             if process_rank() > 0:
                 child.say("go")
-                _follow(child, None, [], config, run)
+                try:
+                    _follow(child, None, [], config, run)
+                except Diverged:
+                    raise SystemExit(0) from None  # the first process tells
                 return {}
-            known = {"data": facts, "n_params": ready["n_params"]}
+            left_out = ready["left_out"]
+            if left_out["count"]:
+                print(
+                    f"warning: {left_out['count']:,} of {left_out['of']:,} training sentences are left out: "
+                    f"{left_out['why']}",
+                    file=sys.stderr,
+                )
+            known = {"data": facts, "n_params": ready["n_params"], "left_out": {"train": left_out["count"]}}
             threads = config["trainer"]["threads"] or os.cpu_count() or 1
             with (
                 run.attempt(shell_command, known, _used(ready["devices"], config["trainer"]), threads),
@@ -80,7 +97,9 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
                 child.say("go")
                 log = RunLog(run.path, config["protocol"]["select_on"], config["logger"]["csv"], not _bar(config))
                 loggers: list[Logger] = []
-                _follow(child, log, loggers, config, run)
+                skipped = _follow(child, log, loggers, config, run)
+                if config["trainer"]["precision"] == "fp16":
+                    known["skipped_steps"] = skipped
                 result = _sum_up(config, run, log, loggers, known)
                 run.finish(result)
     finally:
@@ -106,11 +125,11 @@ def _same_data(run: RunDir, facts: dict[str, Any]) -> None:
     card = run.path / "run.json"
     if not card.is_file():
         return
-    before = (read_record(card).get("data") or facts)["split_hash"]
-    if before != facts["split_hash"]:
+    other = command.other_data(read_record(card).get("data") or facts, facts)
+    if other is not None:
         raise RunError(
-            f"the data are not those that {run.path} was begun with (splits {facts['split_hash'][:12]}, not "
-            f"{before[:12]}): prepare them as before, or move that folder away"
+            f"the data are not those that {run.path} was begun with ({other}): prepare them as before, or move that "
+            "folder away"
         )
 
 
@@ -123,9 +142,9 @@ def _wait_until_ready(child: Child) -> dict[str, Any]:
     raise child.fate()
 
 
-def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Config, run: RunDir) -> None:
-    """Writes what the training tells, until it has ended."""
-    epochs, step = config["trainer"]["max_epochs"], 0
+def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Config, run: RunDir) -> int:
+    """Writes what the training tells, until it has ended; returns how many steps the scaler of fp16 left out."""
+    epochs, step, skipped = config["trainer"]["max_epochs"], 0, 0
     sums = ColumnLog(run.path)
     columns = (TextColumn("epoch {task.completed:.1f}/{task.total}"), BarColumn(), TimeElapsedColumn())
     bar_or_lines = at_work("training", quiet=log is None or _bar(config))
@@ -135,8 +154,9 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
     ):
         bar = progress.add_task("", total=epochs)
         for event in child.events():
+            skipped = event.get("skipped", skipped)
             if event["event"] == "finished":
-                return
+                return skipped
             if event["event"] == "stopped":
                 if log is not None:
                     words = signal.Signals(event["signal"]).name
@@ -198,6 +218,7 @@ def _sum_up(config: Config, run: RunDir, log: RunLog, loggers: list[Logger], kno
             scored = scores["metrics"][str(place["epoch"])]
             if scored["step"] != place["step"]:
                 raise RunError(f"{run.path / place['checkpoint']} is of step {scored['step']}, not {place['step']}")
+            check_finite(scored["metrics"], "test", place["step"], place["epoch"])
             place["test"] = scored["metrics"]
             if not log.metrics(place["epoch"], "test"):
                 row = {"epoch": place["epoch"], "step": place["step"], "split": "test", **place["test"]}
@@ -213,8 +234,10 @@ def _sum_up(config: Config, run: RunDir, log: RunLog, loggers: list[Logger], kno
         "steps": places["last"]["step"],
         "n_params": known["n_params"],
         "data": known["data"],
+        "left_out": known["left_out"],
         "selected_on": protocol["select_on"],
         "metric": metric,
+        **({"skipped_steps": known["skipped_steps"]} if "skipped_steps" in known else {}),
         **extra,
         **found,
     }
@@ -237,17 +260,7 @@ def score(config: Config, checkpoints: dict[int, Path], split: str, log: Path | 
     Raises:
         RunError: for what went wrong.
     """
-    data = config["data"]
-    request = {
-        "user_dir": str(command.PLUGIN),
-        "data": str(command.data_bin(data)),
-        "checkpoints": {str(number): str(path.resolve()) for number, path in checkpoints.items()},
-        "split": {"val": "valid"}.get(split, split),
-        "batch_size": data.get("eval_batch_size") or data.get("batch_size"),
-        "max_tokens": data.get("eval_max_tokens") or data.get("max_tokens"),
-        "generation": data.get("generation"),
-        "threads": config["trainer"]["threads"],
-    }
+    request = command.score_request(config, checkpoints, split)
     child = Child.start("fairseq_score", [json.dumps(request)], config)
     try:
         if log is not None:

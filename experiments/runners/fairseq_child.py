@@ -8,35 +8,41 @@ It is `fairseq_cli.train` itself; these parts of it are replaced, because fairse
 - has no handler for signals: here a signal is noted, and after the update a checkpoint is saved and the training ends,
 - validates whenever it saves within an epoch,
 - passes over a batch that does not fit into the GPU's memory, and with it an update,
-- stops with a bare StopIteration at a gradient that is NaN.
+- gives each of several processes batches of its own, so that their number decides what a step is (`fairseq_batches`),
+- stops with a bare StopIteration at a gradient that is NaN, and goes on where a loss is.
 """
 
 import io
 import json
+import math
 import os
 import shutil
 import signal
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, options, tasks
+from fairseq.data import iterators
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from fairseq_cli import train as program  # type: ignore[import-untyped]
 
+from ..errors import Diverged
 from ..files import sync_folder, write_atomic
 from .column_rows import Row, due
+from .fairseq_batches import DividedBatches, filled
+from .fairseq_checks import check_generation, check_lengths, check_options
 from .fairseq_columns import record_columns
 from .fairseq_events import (
-    FairseqError,
+    check_finite,
     emit,
     end_with_parent,
     explained,
@@ -55,7 +61,6 @@ BATCHING = (
     ("dataset", "max_tokens"),
     ("dataset", "batch_size"),
     ("optimization", "update_freq"),
-    ("distributed_training", "distributed_world_size"),
 )
 #: The exit code after a signal; the event `stopped` says which.
 STOPPED = 3
@@ -73,6 +78,10 @@ class Settings:
         restart_epoch: begin the epoch of the checkpoint anew.
         columns: `every` so many of `epochs` epochs the column sums of `samples` sentences are recorded; None records
             nothing.
+        test: the split "test" will be evaluated.
+        eval_max_tokens: to a batch of an evaluation.
+        generation: settings of the translation.
+        given: the configuration's keys of the options that it gives by fairseq's own names.
     """
 
     every_n_steps: int | None = None
@@ -81,6 +90,10 @@ class Settings:
     keep_initial: bool = False
     restart_epoch: bool = False
     columns: dict[str, int] | None = None
+    test: bool = False
+    eval_max_tokens: int | None = None
+    generation: dict[str, Any] | None = None
+    given: dict[str, str] = field(default_factory=dict)
 
 
 class Stopped(BaseException):
@@ -94,6 +107,8 @@ class Saver:
     """
 
     best: float
+    #: Steps that the scaler of fp16 has left out.
+    skipped: int = 0
 
     def __init__(self, history: list[dict[str, Any]], columns: list[Row]) -> None:
         self.history, self.columns = history, columns
@@ -110,6 +125,8 @@ class Saver:
         extra = {"train_iterator": epoch_itr.state_dict(), "val_loss": value, "history": self.history}
         if self.columns:
             extra["columns"] = self.columns
+        if self.skipped:
+            extra["skipped"] = self.skipped
         if hasattr(self, "best"):
             extra["best"] = self.best
         trainer.save_checkpoint(str(folder / NEW), extra)
@@ -153,7 +170,9 @@ class Training:
         self.saved_step = 0
         self.samples = 0
         self.start = 0.0
-        self.step = 0
+        self.epoch = 0  # finished
+        self.losses: list[torch.Tensor] = []  # of the step at hand
+        self.norm = 0.0  # of its gradient
 
     def run(self, cfg: Any) -> None:
         """Trains to the end, or until a signal.
@@ -167,16 +186,27 @@ class Training:
         program.validate_and_save, program.get_valid_stats = self.validate_and_save, self.valid_stats
         checkpoint_utils.load_checkpoint, checkpoint_utils.save_checkpoint = self.load, self.saver
         checkpoint_utils.torch_persistent_save = _write
+        self._train_iterator = Trainer.get_train_iterator
         training = self
 
         def train_step(trainer: Trainer, samples: list[Any], raise_oom: bool = False) -> Any:
             return training.train_step(trainer, samples)
 
         def begin_epoch(trainer: Trainer, epoch: int) -> None:
-            training.samples, training.start = 0, time.perf_counter()
+            training.samples, training.start, training.epoch = 0, time.perf_counter(), epoch - 1
             training._begin_epoch(trainer, epoch)
 
+        def get_train_iterator(trainer: Trainer, *words: Any, **more: Any) -> Any:
+            # In validation each process keeps whole batches: how long a translation may be depends on its batch.
+            whole = iterators.EpochBatchIterator
+            iterators.EpochBatchIterator = DividedBatches
+            try:
+                return training._train_iterator(trainer, *words, **more)
+            finally:
+                iterators.EpochBatchIterator = whole
+
         Trainer.train_step, Trainer.begin_epoch = train_step, begin_epoch
+        Trainer.get_train_iterator = get_train_iterator
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self.note)
         program.main(cfg)
@@ -187,35 +217,80 @@ class Training:
 
     def _any(self, trainer: Trainer, number: int) -> int:
         """The largest of the numbers that the processes of the run have."""
+        return int(self._reduced(trainer, number, torch.distributed.ReduceOp.MAX))
+
+    def _reduced(self, trainer: Trainer, number: float, how: Any) -> float:
+        """A number of all processes of the run."""
         if trainer.data_parallel_world_size == 1:
             return number
         noted = torch.tensor([number], device=trainer.device)
-        torch.distributed.all_reduce(noted, torch.distributed.ReduceOp.MAX)
-        return int(noted)
+        torch.distributed.all_reduce(noted, how)
+        return noted.item()
+
+    def watch(self, trainer: Trainer) -> None:
+        """Has every loss and every norm of a gradient noted."""
+        step, clip = trainer.task.train_step, trainer.clip_grad_norm
+
+        def train_step(*words: Any, **more: Any) -> Any:
+            loss, size, output = step(*words, **more)
+            self.losses.append(loss.detach())
+            return loss, size, output
+
+        def clip_grad_norm(*words: Any, **more: Any) -> Any:
+            norm = clip(*words, **more)
+            self.norm = float(norm)
+            if trainer.cfg.common.amp and not math.isfinite(self.norm):
+                self.saver.skipped += 1
+            return norm
+
+        trainer.task.train_step, trainer.clip_grad_norm = train_step, clip_grad_norm
 
     def train_step(self, trainer: Trainer, samples: list[Any]) -> Any:
         """One update.
 
         Raises:
-            FairseqError: where the gradient is no number.
+            Diverged: where the loss of a process, or the gradient, is not finite. That the scaler of fp16 leaves out a
+                step is no fault, unless no scale is small enough.
             RuntimeError: where it does not fit into the memory of the GPU.
         """
-        self.step = trainer.get_num_updates()
+        if self.losses:  # fairseq tries the same step again, with a smaller scale of fp16
+            self._check_finite(trainer, trainer.get_num_updates())
+            return self._train_step(trainer, samples, raise_oom=True)
+        step = trainer.get_num_updates()
         try:
-            output = self._train_step(trainer, samples, raise_oom=True)
-        except (StopIteration, FloatingPointError) as error:
-            reason = f" ({' '.join(str(error).split())})" if str(error) else ""
-            raise FairseqError(
-                f"the loss or its gradient is NaN or infinite at update {self.step + 1}{reason}: lower optimizer.lr, "
-                "warm up longer, or clip the gradient (trainer.gradient_clip_norm)"
-            ) from error
+            output = self._train_step(trainer, filled(samples), raise_oom=True)
+            self._check_finite(trainer, step)
+        except (StopIteration, FloatingPointError):  # of a norm that is not finite, in all processes
+            self._check_finite(trainer, step)
+            raise  # it was something else
+        self.losses.clear()
         self.samples += sum(int(sample["nsentences"]) for sample in samples if sample)
         return output
 
+    def _check_finite(self, trainer: Trainer, step: int) -> None:
+        local = float(torch.stack(self.losses).sum()) if self.losses else 0.0
+        loss = self._reduced(trainer, local, torch.distributed.ReduceOp.SUM)  # finite where all its parts are
+        rate = trainer.get_lr()
+        if not math.isfinite(loss):
+            raise Diverged.at("the loss", loss, step, self.epoch, rate)
+        if math.isfinite(self.norm):
+            return
+        if not trainer.cfg.common.amp:
+            raise Diverged.at("the norm of the gradient", self.norm, step, self.epoch, rate)
+        if trainer.optimizer.scaler.get_scale() < trainer.cfg.common.min_loss_scale:
+            what = "the norm of the gradient, at every scale of the loss,"
+            raise Diverged.at(what, self.norm, step, self.epoch, rate)
+
     def valid_stats(self, cfg: Any, trainer: Trainer, stats: dict[str, Any], tracking_best: bool) -> dict[str, Any]:
-        """The validation's metrics, which are kept for the history."""
+        """The validation's metrics, which are kept for the history.
+
+        Raises:
+            Diverged: where one of them is not finite.
+        """
         if self.history and self.history[-1]["step"] == trainer.get_num_updates():
-            self.history[-1]["valid"] = numbers(stats)
+            valid = numbers(stats)
+            check_finite(valid, "validation", self.history[-1]["step"], self.history[-1]["epoch"], trainer.get_lr())
+            self.history[-1]["valid"] = valid
         return self._valid_stats(cfg, trainer, stats, tracking_best)
 
     def validate_and_save(
@@ -240,10 +315,10 @@ class Training:
         self.history.append(row)  # now, because the checkpoint holds it; `valid_stats` completes it
         columns = self._record_columns(trainer, epoch_itr.epoch)
         outcome = self._validate_and_save(cfg, trainer, task, epoch_itr, subsets, True)
+        seconds = time.perf_counter() - self.start
+        samples = int(self._reduced(trainer, self.samples, torch.distributed.ReduceOp.SUM))
         if distributed_utils.is_master(cfg.distributed_training):
-            seconds = time.perf_counter() - self.start
-            world = trainer.data_parallel_world_size
-            emit("epoch", **row, columns=columns, seconds=seconds, samples=self.samples * world)
+            emit("epoch", **row, columns=columns, seconds=seconds, samples=samples, skipped=self.saver.skipped)
         if stopping := self._any(trainer, self.signal):
             raise Stopped(stopping)
         return outcome
@@ -259,8 +334,10 @@ class Training:
         if resumes:
             self.history[:] = extra["history"]
             self.columns[:] = extra.get("columns", [])
+            self.saver.skipped = extra.get("skipped", 0)
         else:
             self._record_columns(trainer, 0)
+        self.watch(trainer)
         if restart:
             epoch_itr = trainer.get_train_iterator(extra["train_iterator"]["epoch"], load_dataset=False, **more)
             trainer.lr_step(epoch_itr.epoch)
@@ -273,7 +350,7 @@ class Training:
             trainer.save_checkpoint(str(Path(cfg.save_dir) / INITIAL), begin)
         master = distributed_utils.is_master(trainer.cfg.distributed_training)
         if master:
-            known = {"history": self.history, "columns": self.columns}
+            known = {"history": self.history, "columns": self.columns, "skipped": self.saver.skipped}
             emit("started", step=trainer.get_num_updates(), epoch=epoch_itr.next_epoch_idx, **known)
         return extra, epoch_itr
 
@@ -310,7 +387,8 @@ def train_process(cfg: Any, settings: dict[str, Any]) -> None:
 def choose_checkpoint(folder: Path, cfg: Any) -> bool:
     """Makes the newest whole checkpoint the last; returns whether its epoch has to be begun anew.
 
-    That is so where the batches of the epoch are not those of the attempt that saved it within the epoch.
+    That is so where the batches of the epoch are not those of the attempt that saved it within the epoch, which an
+    earlier version divided among its processes in another way. The number of processes alone changes no batch.
     """
     state = _read(folder / LAST)
     if state is None:
@@ -337,6 +415,13 @@ def choose_checkpoint(folder: Path, cfg: Any) -> bool:
             f"{state['extra_state']['train_iterator']['epoch']} is begun anew (as with --reset-dataloader); updates "
             "are counted on",
         )
+    processes = [known["distributed_training"]["distributed_world_size"] for known in (state["cfg"], cfg)]
+    if processes[0] != processes[1]:
+        emit(
+            "warning",
+            message=f"the run goes on with {processes[1]} processes, and had {processes[0]}: the batches and their "
+            "order stay, sums are rounded otherwise, and dropout draws other masks",
+        )
     return bool(within and changed)
 
 
@@ -350,15 +435,21 @@ def _read(path: Path) -> dict[str, Any] | None:
     return state if isinstance(state, dict) and {"cfg", "extra_state", "optimizer_history"} <= state.keys() else None
 
 
-def configure(arguments: list[str]) -> Any:
+def configure(arguments: list[str], given: dict[str, str]) -> Any:
     """Fairseq's configuration of these arguments.
 
+    Args:
+        arguments: of fairseq-train.
+        given: see `Settings`.
+
     Raises:
-        FairseqError: for what fairseq refuses.
+        FairseqError: for what fairseq refuses, or would not heed.
     """
     parse_plainly()
     parser = options.get_training_parser()
-    return convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=arguments))
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, input_args=arguments))
+    check_options(parser, cfg, given)
+    return cfg
 
 
 def _devices(cfg: Any) -> list[str]:
@@ -371,13 +462,16 @@ def main() -> None:
     """Checks, reports `ready`, waits for a line on its input, and trains."""
     settings, arguments = Settings(**json.loads(sys.argv[1])), sys.argv[2:]
     with explained("fairseq: "):
-        cfg = configure(arguments)
+        cfg = configure(arguments, settings.given)
         task = tasks.setup_task(cfg.task)
         model = task.build_model(cfg.model)
         task.build_criterion(cfg.criterion)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        del model
-    emit("ready", n_params=count, devices=_devices(cfg))
+        if settings.generation is not None:
+            check_generation(task, model, settings.generation)
+        left_out = check_lengths(task, model, cfg, settings.test, settings.eval_max_tokens)
+        del model, task
+    emit("ready", n_params=count, devices=_devices(cfg), left_out=left_out)
     if not sys.stdin.readline():
         return
     end_with_parent()

@@ -83,20 +83,92 @@ def arguments(
         "optimizer": config["optimizer"]["name"],
         **({"finetune-from-model": str(initial.resolve())} if initial is not None else {}),
     }
-    for section, keys in KEYS.items():
-        for key, value in (config[section] or {}).items():
-            option = str(key).replace("_", "-")
-            if key in keys:
-                continue
-            if option in made:
-                raise RunError(f"{section}.{key}: --{option} is set by the suite itself; see its sections")
-            word = _word(value)
-            if word is not None:
-                made[option] = word
+    for option, (key, value) in _further(config).items():
+        if option in made:
+            raise RunError(f"{key}: --{option} is set by the suite itself; see its sections")
+        word = _word(value)
+        if word is not None:
+            made[option] = word
+    _agree(config)
     words = [str(data_bin(config["data"]))]
     for option, value in made.items():
         words += [f"--{option}={value}"] if value != "" else [f"--{option}"]
     return words
+
+
+def settings(config: Config, initial: Path | None = None) -> dict[str, Any]:
+    """What `fairseq_child` is told beside fairseq's arguments: its `Settings`."""
+    trainer, recorded = config["trainer"], config["columns"]
+    return {
+        "columns": {**recorded, "epochs": trainer["max_epochs"]} if recorded["every"] is not None else None,
+        "keep_initial": initial is not None or config["protocol"]["initial"],
+        "every_n_steps": trainer["checkpoint_every_n_steps"],
+        "deterministic": trainer["deterministic"],
+        "threads": trainer["threads"],
+        "test": config["protocol"]["test"],
+        "eval_max_tokens": _eval_sizes(config["data"])["max_tokens"],
+        "generation": config["data"].get("generation"),
+        "given": {option: key for option, (key, value) in _further(config).items() if _word(value) is not None},
+    }
+
+
+def score_request(config: Config, checkpoints: Mapping[int, Path], split: str) -> dict[str, Any]:
+    """What `fairseq_score` is told.
+
+    Args:
+        config: resolved.
+        checkpoints: files by any numbers.
+        split: "train", "val" or "test".
+    """
+    data, trainer = config["data"], config["trainer"]
+    return {
+        "user_dir": str(PLUGIN),
+        "data": str(data_bin(data)),
+        "checkpoints": {str(number): str(path.resolve()) for number, path in checkpoints.items()},
+        "split": {"val": "valid"}.get(split, split),
+        **_eval_sizes(data),
+        "generation": data.get("generation"),
+        "threads": trainer["threads"],
+        "accelerator": trainer["accelerator"],
+        "deterministic": trainer["deterministic"],
+    }
+
+
+def _eval_sizes(data: Config) -> dict[str, int | None]:
+    """Sentences and tokens to a batch of an evaluation: as in training, where nothing else is said."""
+    return {key: data.get(f"eval_{key}") or data.get(key) for key in ("batch_size", "max_tokens")}
+
+
+def _further(config: Config) -> dict[str, tuple[str, Any]]:
+    """What the sections hold beside the suite's keys: options of fairseq, with their key and value."""
+    return {
+        str(key).replace("_", "-"): (f"{section}.{key}", value)
+        for section, keys in KEYS.items()
+        for key, value in (config[section] or {}).items()
+        if key not in keys
+    }
+
+
+def _agree(config: Config) -> None:
+    """Refuses what fairseq would take and not heed.
+
+    Raises:
+        RunError: naming the key.
+    """
+    data, scheduler = config["data"], config["scheduler"] or {}
+    if config["protocol"]["mean_over"] != "samples":
+        raise RunError(
+            f"protocol.mean_over={config['protocol']['mean_over']}: fairseq's metrics are means over samples alone"
+        )
+    if data.get("generation") and not data.get("target_lang"):
+        raise RunError("data.generation is how to translate: it needs data of two languages (data.target_lang)")
+    for key in data:
+        if str(key).startswith("eval_bleu") or key == "eval_tokenized_bleu":
+            raise RunError(f"data.{key}: whether and how BLEU is counted say data.validate_bleu and data.generation")
+    if scheduler.get("gamma") is not None and scheduler.get("milestones") is None:
+        raise RunError("scheduler.gamma is what the rate falls by at scheduler.milestones, and there are none")
+    if scheduler.get("lr_shrink") is not None and scheduler.get("force_anneal") is None:
+        raise RunError("scheduler.lr_shrink is for scheduler.force_anneal, the epoch that it begins with")
 
 
 def check_sections(config: Config) -> None:
@@ -128,7 +200,9 @@ def data_bin(data: Config) -> Path:
 
 
 def read_manifest(data: Config) -> dict[str, Any]:
-    """What the preparation says of the data.
+    """What the preparation says of the data, and a hash of the dictionaries as `vocabulary`.
+
+    These number words and labels: what is trained with some says nothing with others.
 
     Raises:
         RunError: where they are not there, or not complete.
@@ -143,7 +217,10 @@ def read_manifest(data: Config) -> dict[str, Any]:
         raise RunError(f"data: {folder} is not prepared: {remedy}") from None
     if not data_bin(data).is_dir():
         raise RunError(f"data: {folder} has no data-bin; install fairseq, then: {remedy}")
-    return manifest
+    digest = hashlib.sha256()
+    for path in sorted(data_bin(data).rglob("dict*.txt")):
+        digest.update(f"{path.relative_to(data_bin(data))} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return {**manifest, "vocabulary": digest.hexdigest()}
 
 
 def facts(manifest: Config, data: Config) -> dict[str, Any]:
@@ -154,7 +231,15 @@ def facts(manifest: Config, data: Config) -> dict[str, Any]:
         total = sum(sizes.values())
         sizes = {"train": int(RESPLIT_SHARE * total), "test": total - int(RESPLIT_SHARE * total)}
         digest = hashlib.sha256(f"{digest} {data['resplit_seed']}".encode()).hexdigest()
-    return {"name": manifest["name"], "split_hash": digest, "sizes": sizes}
+    return {"name": manifest["name"], "split_hash": digest, "vocabulary": manifest["vocabulary"], "sizes": sizes}
+
+
+def other_data(before: Config, now: Config) -> str | None:
+    """How the data of a run are other ones than those now, by `facts` of both; None where they are the same."""
+    for key, name in (("split_hash", "splits"), ("vocabulary", "dictionaries")):
+        if before.get(key, now[key]) != now[key]:  # runs of earlier versions have no vocabulary
+            return f"{name} {now[key][:12]}, not {before[key][:12]}"
+    return None
 
 
 def _word(value: Any) -> str | None:
@@ -202,20 +287,19 @@ def _precision(trainer: Config) -> dict[str, str]:
 
 
 def _batches(data: Config, processes: int) -> dict[str, str]:
-    """Fairseq's sizes are those of one process; the batch is divided among them."""
+    """The sizes of a whole batch, whatever the number of processes: see `fairseq_batches`."""
     made = {}
     if data.get("batch_size") is None and data.get("max_tokens") is None:
         raise RunError("data.batch_size (sentences) or data.max_tokens says how large a batch is; both are missing")
     for key, option in (("batch_size", "batch-size"), ("max_tokens", "max-tokens")):
-        size = data.get(key)
-        if size is None:
-            continue
-        if _count(f"data.{key}", size) % processes:
-            raise RunError(f"data.{key}={size} cannot be divided among {processes} processes")
-        made[option] = str(size // processes)
-        evaluated = data.get(f"eval_{key}")
+        size, evaluated = data.get(key), data.get(f"eval_{key}")
+        if size is not None:
+            made[option] = str(_count(f"data.{key}", size))
         if evaluated is not None:
             made[f"{option}-valid"] = str(_count(f"data.eval_{key}", evaluated))
+    size = data.get("batch_size")
+    if size is not None and size < processes:
+        raise RunError(f"data.batch_size={size} cannot be divided among {processes} processes: take larger batches")
     return made
 
 

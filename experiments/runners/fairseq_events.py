@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ..errors import Diverged
+
 PREFIX = "@run "
 PR_SET_PDEATHSIG = 1
 METRICS = ("loss", "nll_loss", "accuracy", "bleu")
@@ -46,14 +48,15 @@ def explained(where: str = "") -> Iterator[None]:
         with contextlib.suppress(Exception):
             sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
-        emit("failed", message=f"{where}{in_one_sentence(error)}", full=_no_space(error))
+        facts = {"full": _no_space(error), "diverged": isinstance(error, Diverged)}
+        emit("failed", message=f"{where}{in_one_sentence(error)}", **facts)
         raise SystemExit(1) from None
 
 
 def in_one_sentence(error: BaseException) -> str:
     """The message for a user."""
     words = " ".join(str(error).split())
-    if isinstance(error, FairseqError):
+    if isinstance(error, FairseqError | Diverged):
         return words
     if "out of memory" in words:
         return (
@@ -122,6 +125,24 @@ def numbers(stats: dict[str, Any]) -> dict[str, float]:
         known["accuracy"] = round(known["accuracy"] / 100, 6)  # a float32; six digits count 100,000 sentences
         known.pop("nll_loss", None)  # of a sentence over its tokens: it says nothing
     return known
+
+
+def check_finite(values: dict[str, float], what: str, step: int, epoch: int, rate: float | None = None) -> None:
+    """Refuses metrics that are NaN or infinite.
+
+    Args:
+        values: by their names.
+        what: they are of, "validation" for example.
+        step: updates made.
+        epoch: epochs finished.
+        rate: the learning rate, where it is known.
+
+    Raises:
+        Diverged: names the first of them.
+    """
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise Diverged.at(f"the {what} {name}", value, step, epoch, rate)
 
 
 def improves(value: float, best: float | None, highest: bool) -> bool:

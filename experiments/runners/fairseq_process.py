@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import RunError
+from ..errors import Diverged, RunError
 from . import fairseq_command as command
 from .fairseq_events import read_event
 
@@ -57,7 +57,7 @@ class Child:
         """What the process tells, until it ends; the rest of its lines goes to the log.
 
         Raises:
-            RunError: for what it says went wrong.
+            RunError: for what it says went wrong; `Diverged` where its numbers are no longer finite.
             OSError: for a full disk.
         """
         assert self.process.stdout is not None
@@ -74,7 +74,7 @@ class Child:
                 where = f" (everything that fairseq wrote: {self.log.name})" if self.log is not None else ""
                 if event["full"]:
                     raise OSError(errno.ENOSPC, event["message"])
-                raise RunError(f"{event['message']}{where}")
+                raise (Diverged if event["diverged"] else RunError)(f"{event['message']}{where}")
             else:
                 yield event
 

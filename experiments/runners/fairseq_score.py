@@ -91,6 +91,12 @@ class Scored:
         return {"bleu": total, "tokenized_bleu": own.score()}, str(metric.get_signature())
 
 
+def _device(accelerator: str) -> torch.device:
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise FairseqError(f"trainer.accelerator={accelerator}: there is no GPU here")
+    return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 def main() -> None:
     """Scores every checkpoint of the request and tells `scores`."""
     request = json.loads(sys.argv[1])
@@ -101,7 +107,8 @@ def main() -> None:
         utils.import_user_module(Namespace(user_dir=request["user_dir"]))
         write_log()
         keep_digits()
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.use_deterministic_algorithms(request["deterministic"], warn_only=True)
+        device = _device(request["accelerator"])
         made: dict[str, Any] = {}
         signature = None
         for number, path in request["checkpoints"].items():

@@ -13,6 +13,7 @@ from .sentiment import SinkformerSentimentModel
 from .translation import SinkformerModel
 
 compat.allow_checkpoint_types()
+compat.explain_checkpoints()
 
 __all__ = [
     "AttentionOptions",

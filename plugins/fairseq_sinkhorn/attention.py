@@ -28,7 +28,7 @@ class SinkhornMultiheadAttention(MultiheadAttention):
         embed_dim: width of the model.
         num_heads: number of heads, a divisor of `embed_dim`.
         *args: further arguments of fairseq's class, by position.
-        sinkhorn_iters: number of HALF-steps, rows first; 1 is softmax.
+        sinkhorn_iters: number of HALF-steps, rows first; 1 is softmax. None is 3 for normalizers that count any.
         sinkhorn_gradient: "unrolled", "detached" or "implicit", as in `sinkhorn_attention`.
         normalizer: a name of `sinkhorn_attention.list_normalizers()`.
         normalizer_options: further options of the normalizer.
@@ -49,7 +49,7 @@ class SinkhornMultiheadAttention(MultiheadAttention):
         embed_dim: int,
         num_heads: int,
         *args: Any,
-        sinkhorn_iters: int = 3,
+        sinkhorn_iters: int | None = None,
         sinkhorn_gradient: str = "unrolled",
         normalizer: str = "sinkhorn",
         normalizer_options: Mapping[str, Any] | None = None,

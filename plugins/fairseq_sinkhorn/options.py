@@ -3,12 +3,15 @@
 import argparse
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sinkhorn_attention import Normalizer, get_normalizer, list_normalizers
 from sinkhorn_attention.conversion import select_layers
+
+#: Half-steps where none are asked for.
+HALF_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -16,13 +19,13 @@ class AttentionOptions:
     """What the encoder's self-attention is normalised by.
 
     Attributes:
-        sinkhorn_iters: number of HALF-steps, 1 is softmax; for normalizers that count any.
+        sinkhorn_iters: number of HALF-steps, 1 is softmax; for normalizers that count any, None is 3 for these.
         sinkhorn_gradient: "unrolled", "detached" or "implicit", as in `sinkhorn_attention`.
         normalizer: a name of `sinkhorn_attention.list_normalizers()`.
         normalizer_options: further options of that normalizer, such as {"rho": 5.0}.
     """
 
-    sinkhorn_iters: int = 3
+    sinkhorn_iters: int | None = None
     sinkhorn_gradient: str = "unrolled"
     normalizer: str = "sinkhorn"
     normalizer_options: Mapping[str, Any] = field(default_factory=dict)
@@ -49,14 +52,18 @@ class AttentionOptions:
         """The normalizer. Half-steps and gradient are given to those that have them.
 
         Raises:
-            ValueError: for an unknown normalizer, options that it does not have or take, and a gradient other than
-                "unrolled" for one that has a single gradient.
+            ValueError: for an unknown normalizer, options that it does not have or take, half-steps for one that counts
+                none, and a gradient other than "unrolled" for one that has a single gradient.
         """
-        kind = type(get_normalizer(self.normalizer, head_dim=head_dim, num_heads=num_heads))
-        known = inspect.signature(kind).parameters
+        for name, option in (("n_iters", "--sinkhorn-iters"), ("gradient", "--sinkhorn-gradient")):
+            if name in self.normalizer_options:
+                raise ValueError(f"--attention-normalizer-options: {name} has an option of its own, {option}")
+        known = _parameters(self.normalizer, head_dim, num_heads)
         given: dict[str, Any] = {}
         if "n_iters" in known:
-            given["n_iters"] = self.sinkhorn_iters
+            given["n_iters"] = HALF_STEPS if self.sinkhorn_iters is None else self.sinkhorn_iters
+        elif self.sinkhorn_iters is not None:
+            raise ValueError(_counts_none(self.normalizer, self.sinkhorn_iters))
         if "gradient" in known:
             given["gradient"] = self.sinkhorn_gradient
         elif self.sinkhorn_gradient != "unrolled":
@@ -67,6 +74,19 @@ class AttentionOptions:
         return get_normalizer(
             self.normalizer, head_dim=head_dim, num_heads=num_heads, **{**given, **self.normalizer_options}
         )
+
+
+def _parameters(normalizer: str, head_dim: int = 8, num_heads: int = 1) -> Collection[str]:
+    """The options that a normalizer takes."""
+    kind = type(get_normalizer(normalizer, head_dim=head_dim, num_heads=num_heads))
+    return inspect.signature(kind).parameters
+
+
+def _counts_none(normalizer: str, half_steps: int) -> str:
+    return (
+        f"normalizer {normalizer!r} has no half-steps: --sinkhorn-iters {half_steps} would change nothing; leave it "
+        "out, or take another --attention-normalizer"
+    )
 
 
 def add_attention_args(parser: argparse.ArgumentParser) -> None:
@@ -100,9 +120,30 @@ def add_attention_args(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_NAMES = (
+    "sinkhorn_iters",
+    "sinkhorn_gradient",
+    "attention_normalizer",
+    "attention_normalizer_options",
+    "sinkhorn_layers",
+)
+
+
 def set_attention_defaults(args: argparse.Namespace) -> None:
-    """The defaults of every architecture: 3 half-steps in all layers, with their exact derivative."""
-    args.sinkhorn_iters = getattr(args, "sinkhorn_iters", 3)
+    """The defaults of every architecture: 3 half-steps in all layers, with their exact derivative.
+
+    Raises:
+        ValueError: for half-steps of a normalizer that counts none.
+    """
+    # A command line holds what was given; a checkpoint holds all, and one of earlier versions 3 half-steps anywhere.
+    stored = all(hasattr(args, name) for name in _NAMES) and args.sinkhorn_iters == HALF_STEPS
+    normalizer, half_steps = getattr(args, "attention_normalizer", "sinkhorn"), getattr(args, "sinkhorn_iters", None)
+    if "n_iters" in _parameters(normalizer):
+        args.sinkhorn_iters = HALF_STEPS if half_steps is None else half_steps
+    elif half_steps is None or stored:
+        args.sinkhorn_iters = None
+    else:
+        raise ValueError(_counts_none(normalizer, half_steps))
     args.sinkhorn_gradient = getattr(args, "sinkhorn_gradient", "unrolled")
     args.attention_normalizer = getattr(args, "attention_normalizer", "sinkhorn")
     args.attention_normalizer_options = getattr(args, "attention_normalizer_options", "{}")

@@ -166,7 +166,8 @@ class PublishedSentimentModel(SentimentModel):
             if value not in choices:
                 raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {value!r}")
         options = AttentionOptions.from_args(args)
-        if args.published_padding == "queries" and options.normalizer == "sinkhorn" and options.sinkhorn_iters % 2 == 0:
+        even = options.sinkhorn_iters is not None and options.sinkhorn_iters % 2 == 0
+        if args.published_padding == "queries" and options.normalizer == "sinkhorn" and even:
             raise ValueError(
                 f"--sinkhorn-iters {options.sinkhorn_iters}: with padding as queries the published arithmetic is "
                 "reproduced for odd counts only; use --published-padding hidden or an odd count"

@@ -19,7 +19,7 @@ def padding(side: str) -> torch.Tensor | None:
     return None if PADDING[side] is None else torch.tensor(PADDING[side], dtype=torch.bool)
 
 
-def build(plugin: ModuleType, n_iters: int = 3, **options: Any) -> Any:
+def build(plugin: ModuleType, n_iters: int | None = None, **options: Any) -> Any:
     return plugin.SinkhornMultiheadAttention(WIDTH, HEADS, self_attention=True, sinkhorn_iters=n_iters, **options)
 
 

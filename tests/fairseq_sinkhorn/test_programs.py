@@ -196,6 +196,57 @@ def test_weights_are_taken_over_in_both_directions(train: Train, generate: Calla
     assert generate(tmp_path / "3", tmp_path / "results3") != stock
 
 
+def test_weights_of_another_kind_are_named(
+    train: Train, trained: Path, data: Path, plugin: ModuleType, tmp_path: Path
+) -> None:
+    """A bare state dict, a file that is none of torch's, other content, another dictionary, another width."""
+    state = torch.load(trained / "checkpoint_last.pt", weights_only=True)
+    torch.save(state["model"], tmp_path / "bare.pt")
+    torch.save({"weights": state["model"], "epoch": 3}, tmp_path / "other.pt")
+    (tmp_path / "text.pt").write_text("encoder decoder\n")
+    embedding = state["model"]["encoder.embed_tokens.weight"]
+    rows = len(embedding)
+    state["model"]["encoder.embed_tokens.weight"] = torch.cat([embedding, embedding])
+    torch.save(state, tmp_path / "dictionary.pt")
+    still = ("--arch=sinkformer_tiny", "--max-update=1")
+    for name, options, said in (
+        ("bare.pt", WIDTHS, "holds a bare state dict .* no checkpoint of fairseq, which has one under 'model'"),
+        ("text.pt", WIDTHS, "is no checkpoint of fairseq, or is damaged: torch.load cannot read it"),
+        (
+            "other.pt",
+            WIDTHS,
+            "is no checkpoint of fairseq: it has 'weights', 'epoch', and lacks 'extra_state', 'model'",
+        ),
+        (
+            "dictionary.pt",
+            WIDTHS,
+            "the weights in .*dictionary.pt are not of this model: encoder.embed_tokens.weight is "
+            rf"{2 * rows}×16 there and {rows}×16 here \(another dictionary\)$",
+        ),
+        ("dictionary.pt", [*WIDTHS, "--encoder-ffn-embed-dim=8"], "fc1.weight is 16×16 there and 8×16 here and"),
+    ):
+        with pytest.raises(ValueError, match=said) as refused:
+            train(tmp_path / "run", *options, *still, f"--finetune-from-model={tmp_path / name}")
+        assert "\n" not in str(refused.value)
+
+
+def test_half_steps_of_a_normalizer_without_any_are_refused(train: Train, trained: Path, tmp_path: Path) -> None:
+    softmax = ("--arch=sinkformer_tiny", "--attention-normalizer=softmax", "--max-update=1", *WIDTHS)
+    with pytest.raises(
+        ValueError, match="normalizer 'softmax' has no half-steps: --sinkhorn-iters 5 would change nothing"
+    ):
+        train(tmp_path / "refused", *softmax, "--sinkhorn-iters=5")
+    made = train(tmp_path / "softmax", *softmax)
+    assert made["cfg"]["model"].sinkhorn_iters is None
+    # Checkpoints of earlier versions have the number that is the default elsewhere: they are still loaded.
+    made["cfg"]["model"].sinkhorn_iters = 3
+    torch.save(made, tmp_path / "softmax" / "checkpoint_last.pt")
+    from fairseq.checkpoint_utils import load_model_ensemble
+
+    (model,), _ = load_model_ensemble([str(tmp_path / "softmax" / "checkpoint_last.pt")])
+    assert type(model.encoder.layers[0].self_attn.normalizer).__name__ == "Softmax"
+
+
 def test_a_new_process_generates(
     plugin: ModuleType, data: Path, trained: Path, generate: Callable[..., Any], tmp_path: Path
 ) -> None:

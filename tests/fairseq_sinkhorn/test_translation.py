@@ -180,6 +180,10 @@ def test_a_lost_option_is_loud_and_bad_ones_are_named() -> None:
         build(attention_normalizer_options="3")
     with pytest.raises(ValueError, match="has no option rho"):
         build(attention_normalizer_options='{"rho": 3}')
+    with pytest.raises(ValueError, match="n_iters has an option of its own, --sinkhorn-iters"):
+        build(attention_normalizer_options='{"n_iters": 7}')
+    with pytest.raises(ValueError, match="'softmax' has no half-steps: --sinkhorn-iters 5 would change nothing"):
+        build(attention_normalizer="softmax", sinkhorn_iters=5)
 
 
 def build_task() -> Any:

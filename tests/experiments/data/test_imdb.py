@@ -10,6 +10,7 @@ import pytest
 
 from experiments.data import binarize, imdb
 from experiments.data.imdb import clean_review
+from experiments.data.text import same_words
 from experiments.errors import RunError
 
 ODD = "Gar nicht \xfcbel:\x85caf\xe9<br /><br />tr\xe8s\u2028bon.\r\nEnde\n"
@@ -89,6 +90,27 @@ def test_the_official_split_with_a_validation_split_from_train(tmp_path, no_fair
     assert extract["repeated"] == {"train": 1, "test": 0}
     assert "data-bin was left out, because fairseq cannot be used (not here)" in str(report)
     assert "24 test" in str(report)
+
+
+def test_no_review_is_validated_on_that_is_trained_or_tested_on_in_another_form(tmp_path, no_fairseq):
+    files = reviews()
+    twins = [f"Caf\u00e9 number {number}, GREAT fun!" for number in range(4)]
+    others = [f"CAFE\u0301 number {number} -- great fun..." for number in range(4)]
+    for number in range(4):
+        files[f"train/pos/{number}_9.txt"] = twins[number].encode()
+        files[f"train/pos/{number + 4}_9.txt"] = others[number].encode()
+    files["test/pos/0_9.txt"] = files["train/neg/0_3.txt"].upper() + b"!"
+    archive = pack(tmp_path / "x.tgz", files)
+    for seed in range(5):  # the choice is one of chance
+        (tmp_path / str(seed)).mkdir()
+        report = prepare(tmp_path / str(seed), archive, seed=seed)
+        split = tmp_path / str(seed) / "imdb" / "split"
+        words = {part: set(map(same_words, lines(split / f"{part}.text"))) for part in ("train", "valid", "test")}
+        assert not words["valid"] & (words["train"] | words["test"])
+        assert report.manifest["stages"][0]["facts"]["repeated"] == {"train": 5, "test": 0}
+        assert report.manifest["stages"][0]["facts"]["texts_in_both_halves"] == 1
+        assert report.manifest["stages"][1]["facts"]["in_train_as_well"] == {"valid": 0, "test": 1}
+        assert "1 reviews of the split test are trained on as well" in str(report)
 
 
 def test_the_vocabulary_sees_training_text_alone(tmp_path, no_fairseq):

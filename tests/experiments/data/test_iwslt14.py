@@ -53,6 +53,21 @@ def prepare(folder, archive, **options):
     return iwslt14.prepare(folder, archive, **({"merges": 60, "jobs": 1, "quiet": True} | options))
 
 
+def test_entities_of_the_test_files_are_read_and_a_shift_with_equal_numbers_is_said(tmp_path, no_fairseq):
+    files = sides()
+    name = "IWSLT14.TED.tst2010.de-en.{}.xml"
+    plain = [f"{'lang ' * (7 * i % 23)}Q&amp;A &lt;{i}&gt; &quot;x&quot; &#39;y&#39;" for i in range(40)]
+    shifted = [*plain[1:], "Ende"]
+    for language, texts in (("de", plain), ("en", shifted)):
+        segments = "\n".join(f'<seg id="{number}">{text}</seg>' for number, text in enumerate(texts, 1))
+        files[name.format(language)] = f'<refset><doc docid="1">\n{segments}</doc></refset>'.encode()
+    report = prepare(tmp_path, pack(tmp_path / "de-en.tgz", files))
+    assert "Q&A <0> \"x\" 'y'" in lines(tmp_path / "iwslt14" / "extract" / "test.de")
+    assert "IWSLT14.TED.tst2010: the lengths of the two sides do not go together in the 40 pairs from 5" in str(report)
+    files[name.format("en")] = files[name.format("de")]
+    assert "go together" not in str(prepare(tmp_path, pack(tmp_path / "other.tgz", files)))
+
+
 def test_the_recipe_on_a_miniature(tmp_path, no_fairseq):
     report = prepare(tmp_path, pack(tmp_path / "de-en.tgz", sides()))
     # 50 pairs, a title and a description; pairs 23 and 46 validate.
@@ -182,6 +197,15 @@ def test_fairseq_preprocess_gives_the_layout_of_its_translation_task(tmp_path, m
     assert manifest["stages"][-1]["facts"]["lines"] == {
         f"{part}.{side}": count for part, count in (("train", 50), ("valid", 2), ("test", 10)) for side in ("de", "en")
     }
+    unknown = manifest["stages"][-1]["facts"]["unknown"]
+    pieces = (tmp_path / "data" / "iwslt14" / "bpe" / "test.de").read_text(encoding="utf-8").split()
+    known = {line.split(" ")[0] for line in (binary / "dict.de.txt").read_text(encoding="utf-8").splitlines()}
+    missing = sum(piece not in known for piece in pieces)
+    assert missing
+    assert unknown["test.de"] == {"tokens": len(pieces), "unknown": missing}
+    assert unknown["train.de"]["unknown"] == 0
+    rate = f"{missing / len(pieces):.2%} of {len(pieces)} tokens are not in the dictionary"
+    assert f"test.de: {rate}" in str(report)
     # Where fairseq is gone later, what it made is still there.
     monkeypatch.setattr(binarize, "_preprocess", lambda *_: pytest.fail("made again"))
     assert prepare(iwslt14.Path("data"), iwslt14.Path("de-en.tgz")).made == []

@@ -1,5 +1,6 @@
 import io
 import os
+import random
 import struct
 import subprocess
 import tarfile
@@ -10,7 +11,20 @@ import pytest
 
 from experiments.data import archives, binarize, segmentation
 from experiments.data.archives import Package, fetch_package, fetch_url, read_members
-from experiments.data.text import Dropped, Made, Stages, check_lines, empty_side, keep, locked, one_line, split_lines
+from experiments.data.text import (
+    Dropped,
+    Made,
+    Stages,
+    check_lines,
+    common,
+    empty_side,
+    keep,
+    locked,
+    odd_lengths,
+    one_line,
+    same_words,
+    split_lines,
+)
 from experiments.errors import RunError
 
 ODD = "a\u2028b\nc\x85d\ne\rf\n".encode()
@@ -46,6 +60,44 @@ def test_lines_that_are_not_utf8_keep_their_place():
 def test_one_line_leaves_nothing_to_split_at(text, line):
     assert one_line(text) == line
     assert line.split() == [word for word in line.split(" ") if word]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("A Great film!", "a great film"),
+        ("caf\u00e9 au lait", "CAFE\u0301, au lait..."),
+        ("the \ufb01nal cut", "The final cut"),
+        ("\uff27\uff4f\uff4f\uff44 film", "good film"),
+        ("Stra\u00dfe", "STRASSE"),
+        ("so\u00adlid", "solid"),
+        ("_really_ good", "really good"),
+        ("don\u2019t go", "don't  go"),
+    ],
+)
+def test_texts_that_differ_in_case_punctuation_and_unicode_form_are_the_same(one, other):
+    assert one != other
+    assert same_words(one) == same_words(other)
+
+
+def test_other_words_are_another_text():
+    assert len({same_words(text) for text in ("a film", "a film 2", "afilm", "...", "!!!", "\u4e2d")}) == 6
+    columns = {"train": {"text": ["A b.", "c"]}, "valid": {"text": ["a b", "d"]}, "test": {"text": ["e"]}}
+    assert common(columns, ["text"]) == {"valid": 1, "test": 0}
+
+
+def test_sides_that_are_shifted_are_said():
+    rng = random.Random(0)
+    counts = [max(1, int(rng.lognormvariate(2.5, 0.7))) for _ in range(250)]
+    columns = {
+        "de": ["Wort " * n for n in counts],
+        "en": ["a word" * int(n * rng.uniform(0.8, 1.2) + 1) for n in counts],
+    }
+    places = ["tst2010"] * 130 + ["tst2011"] * 120
+    assert odd_lengths(columns, ("de", "en"), places) == []
+    shifted = {"de": columns["de"][:130] + columns["de"][131:], "en": columns["en"][:249]}
+    (remark,) = odd_lengths(shifted, ("de", "en"), places[:249])
+    assert remark.startswith("tst2011: the lengths of the two sides do not go together in the 100 pairs from 131 on (")
 
 
 def test_rows_go_as_a_whole_and_are_counted():

@@ -1,5 +1,6 @@
 """Runs of seconds by fairseq, which is never imported here: it changes logging and Hydra for the whole process."""
 
+import argparse
 import hashlib
 import importlib.util
 import json
@@ -9,8 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from numpy._core import multiarray
 
 from experiments.config import compose, resolve
 from experiments.runners.run_dir import RunDir
@@ -132,6 +137,19 @@ def narrow() -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def rows() -> Callable[[Path], list[dict]]:
     return lambda folder: [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Callable[[Path], dict[str, Any]]:
+    """Reads one of fairseq's checkpoints."""
+    dtypes = [type(np.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")]
+    types = [argparse.Namespace, np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar, *dtypes]
+
+    def read(path: Path) -> dict[str, Any]:
+        with torch.serialization.safe_globals(types):
+            return torch.load(path, weights_only=True)
+
+    return read
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ def test_rates_fall_after_their_epochs_as_torchs_milestones_do() -> None:
         (["optimizer=adam"], "take a optimizer that is made for fairseq"),
         (["data=mnist5k"], "engine=fairseq needs data.name"),
         (["data.batch_size=null"], "data.batch_size (sentences) or data.max_tokens"),
-        (["trainer.devices=3"], "data.batch_size=32 cannot be divided among 3 processes"),
+        (["trainer.devices=33"], "data.batch_size=32 cannot be divided among 33 processes: take larger batches"),
         (["scheduler.name=inverse_sqrt"], "scheduler.milestones is for scheduler.name=fixed"),
     ],
 )
@@ -93,7 +93,7 @@ def test_tasks_of_a_job_are_the_processes_of_a_run() -> None:
     job = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     job |= {"MASTER_PORT": "29501", "SLURM_NODELIST": "node[1-2]"}
     made = words(SENTENCES, *two, environment=job)
-    assert made["batch-size"] == "8"
+    assert made["batch-size"] == "32"  # of all four together
     assert (made["distributed-world-size"], made["distributed-rank"], made["device-id"]) == ("4", "3", "1")
     assert made["distributed-init-method"] == "tcp://node1:29501"
     assert "distributed-no-spawn" in made
@@ -186,7 +186,12 @@ def test_events_are_told_from_other_lines() -> None:
 
 
 def test_a_new_split_is_another_one() -> None:
-    manifest: dict[str, Any] = {"name": "imdb", "split_hash": "ab", "sizes": {"train": 60, "valid": 21, "test": 19}}
+    manifest: dict[str, Any] = {
+        "name": "imdb",
+        "split_hash": "ab",
+        "vocabulary": "cd",
+        "sizes": {"train": 60, "valid": 21, "test": 19},
+    }
 
     def facts(seed: int) -> dict[str, Any]:
         return fairseq_command.facts(manifest, {"resplit_seed": seed})
@@ -245,3 +250,77 @@ def test_values_that_make_no_sense_are_named_before_anything_starts(overrides: l
     first = [] if overrides[0].startswith("experiment=") else [SENTENCES]
     with pytest.raises(RunError, match=message):
         words(*first, *overrides)
+
+
+# Where a run's work is done and how it is shown, and what `resolve` or Hydra looks at alone. `label` names the folder.
+ELSEWHERE = {"engine", "experiment", "label", "learning_rates", "logger", "paths", "report", "wandb", "init_from"}
+# Read in the process that starts fairseq: the processes' threads, the bar, the table of the columns.
+READ_BY_THE_RUNNER = {"trainer.progress_bar"}
+
+
+def asked_of_fairseq(config: dict[str, Any]) -> str:
+    """All that fairseq's processes are told of a configuration."""
+    fairseq_command.check_sections(config)
+    initial = Path("/initial.pt") if config["init_from"] is not None else None
+    told = [
+        fairseq_command.arguments(
+            {**config, "optimizer": {"lr": 1e-3, **config["optimizer"]}}, Path("/run"), initial, {}
+        ),
+        fairseq_command.settings(config, initial),
+        fairseq_command.score_request(config, {1: Path("/run/best.pt")}, "test"),
+    ]
+    return json.dumps(told)
+
+
+def leaves(section: Any, above: str = "") -> list[tuple[str, Any]]:
+    if isinstance(section, dict):
+        return [leaf for key, value in section.items() for leaf in leaves(value, f"{above}{key}.")]
+    return [(above.removesuffix("."), section)]
+
+
+def another(key: str, value: Any) -> Any:
+    known: dict[str, Any] = {
+        "trainer.precision": "64",
+        "trainer.accelerator": "gpu",
+        "trainer.strategy": "ddp",
+        "columns.every": 1,
+    }
+    known["scheduler"] = {"name": "cosine"}
+    known["protocol.select_on"] = "val" if value == "test" else "test"
+    if key in known:
+        return known[key]
+    if value is None:
+        return 3
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return [*value, 1] if isinstance(value, list) else f"{value}x"
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    ["movie_sentences_sentiment", "imdb_sentiment", "imdb_sentiment_official", "ha_de_en_scratch", "iwslt14_finetune"],
+)
+def test_every_key_of_a_configuration_reaches_fairseq_or_is_refused(experiment: str) -> None:
+    overrides = [f"experiment={experiment}", "attention=sinkhorn", "columns.every=2"]
+    config = resolve(compose(overrides))
+    if config["init_from"] is not None:
+        config["optimizer"]["lr"] = 1e-3  # found by init_from
+    told, silent, walked = asked_of_fairseq(config), [], 0
+    for key, value in leaves({name: part for name, part in config.items() if name not in ELSEWHERE}):
+        changed = json.loads(json.dumps(config))
+        *groups, last = key.split(".")
+        place = changed
+        for group in groups:
+            place = place[group]
+        place[last] = another(key, value)
+        walked += 1
+        try:
+            if asked_of_fairseq(changed) == told and key not in READ_BY_THE_RUNNER:
+                silent.append(key)
+        except RunError:
+            continue  # refused
+    assert walked > 35
+    # A run that begins with another's weights evaluates them in any case.
+    assert silent == (["protocol.initial"] if config["init_from"] is not None else [])

@@ -5,23 +5,72 @@ from typing import Any
 
 import pytest
 
-from experiments.errors import RunError
+from experiments.errors import Diverged, RunError
 from experiments.evaluate import main as evaluate
 
 
-def test_a_gradient_that_is_no_number_stops_with_one_sentence(text_runs: Any, sentiment: tuple[str, ...]) -> None:
-    overrides = (*sentiment, "optimizer.lr=1e30", "trainer.max_epochs=2")
-    with pytest.raises(RunError) as stopped:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_training_that_diverges_has_failed(text_runs: Any, sentiment: tuple[str, ...], devices: int) -> None:
+    overrides = (*sentiment, "optimizer.lr=1e30", "trainer.max_epochs=2", f"trainer.devices={devices}")
+    with pytest.raises(Diverged, match=r"^the (loss|norm of the gradient) became NaN at step 1, epoch 0; ") as stopped:
         text_runs.start(*overrides)
     run = text_runs.run_dir(*overrides)
-    assert "the loss or its gradient is NaN or infinite at update" in str(stopped.value)
+    assert "learning rate 1e+30: the run has diverged. Lower optimizer.lr" in str(stopped.value)
     assert str(run.path / "fairseq.log") in str(stopped.value)
     assert "\n" not in str(stopped.value)
     card = json.loads((run.path / "run.json").read_text())
-    assert (card["state"], card["attempts"][0]["message"]) == ("failed", str(stopped.value))
+    assert (card["state"], card["attempts"][0]["message"]) == ("diverged", str(stopped.value))
     assert "Traceback" in (run.path / "fairseq.log").read_text()
     assert not run.finished
     assert not (run.checkpoints / "crash.pt").exists()
+
+
+# fairseq looks at the gradient alone. These are of a loss: of the step, of one process of two, of validation alone.
+SPOILED = """
+from fairseq.criterions import sentence_prediction
+Criterion = sentence_prediction.SentencePredictionCriterion
+forward = Criterion.forward
+def spoiled(self, model, sample, reduce=True):
+    loss, size, output = forward(self, model, sample, reduce)
+    if {when}:
+        loss = loss + float({value!r})
+        output["loss"] = loss.data
+    return loss, size, output
+Criterion.forward = spoiled
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "value", "devices", "said"),
+    [
+        ("model.training", "inf", 1, "the loss became infinite at step 0, epoch 0"),
+        ("model.training and torch.distributed.get_rank() == 1", "nan", 2, "the loss became NaN at step 0, epoch 0"),
+        ("not model.training", "nan", 1, "the validation loss became NaN at step 8, epoch 1"),
+    ],
+)
+def test_a_loss_that_is_not_finite_ends_the_run(
+    text_runs: Any, sentiment: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str,
+    value: str, devices: int, said: str,
+) -> None:  # fmt: skip
+    late = (
+        "import importlib.abc, sys, torch\n"
+        "class Late(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'fairseq_sinkhorn.attention':\n"
+        "            sys.meta_path.remove(self)\n"
+        f"            exec({SPOILED.format(when=when, value=value)!r}, {{'torch': torch}})\n"
+        "sys.meta_path.insert(0, Late())\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(late)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    overrides = (*sentiment, f"trainer.devices={devices}")
+    with pytest.raises(Diverged, match=f"^{said}"):
+        text_runs.start(*overrides)
+    run = text_runs.run_dir(*overrides)
+    assert json.loads((run.path / "run.json").read_text())["state"] == "diverged"
+    for path in run.path.glob("*.json*"):
+        for record in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            json.loads(record, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
 
 
 def test_an_option_that_fairseq_does_not_know_is_refused_before_a_folder_is_made(
@@ -73,3 +122,117 @@ def test_other_data_than_those_that_a_run_was_begun_with_are_refused(
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"split_hash": "0" * 64}))
     with pytest.raises(RunError, match=r"the data are not those that .* was begun with \(splits 000000000000, not"):
         text_runs.start(*overrides, f"paths.data={other}")
+
+
+TRANSLATION = (
+    "experiment=ha_de_en_scratch",
+    "data.name=translation",
+    "data.generation.beam=2",
+    "optimizer.lr=0.01",
+    "trainer.max_epochs=1",
+    "logger=none",
+)
+
+
+def test_training_sentences_that_are_too_long_are_counted_and_said(
+    text_runs: Any, narrow: tuple[str, ...], text_data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = text_data / "text" / "translation"
+    sides = [(text / f"train.{language}").read_text().splitlines() for language in ("de", "en")]
+    lengths = [1 + max(len(side.split()) for side in pair) for pair in zip(*sides, strict=True)]  # and </s>
+    too_long = sum(length > 8 for length in lengths)
+    assert 0 < too_long < 60
+    more = ("data.max_tokens=8", "data.eval_max_tokens=60")
+    folder = text_runs.start(*TRANSLATION, *narrow, *more).folder
+    said = " ".join(capfd.readouterr().err.split())
+    assert (
+        f"warning: {too_long} of 60 training sentences are left out: longer than data.max_tokens=8; the longest" in said
+    )
+    for file in ("result.json", "run.json"):
+        assert json.loads((folder / file).read_text())["left_out"] == {"train": too_long}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("data.max_tokens=60", "+data.max_source_positions=5"),
+            r"sentences of the split valid are longer than the 5 and 1024 tokens that the model reads \(the longest "
+            r"has \d+\): raise data.max_source_positions and data.max_target_positions",
+        ),
+        (
+            ("data.max_tokens=60", "data.eval_max_tokens=8"),
+            "split valid do not fit into a batch of 8 tokens .* raise data",
+        ),
+        (
+            ("data.max_tokens=2", "data.eval_max_tokens=60"),
+            "all 60 training sentences are longer than data.max_tokens=2",
+        ),
+        (("data.max_tokens=60", "+data.generation.beem=2"), "data.generation.beem: fairseq knows no such setting"),
+        (("data.max_tokens=60", "+model.max_update=3"), "model.max_update: --max-update is not for the suite's runs"),
+        (("data.max_tokens=60", "+data.save_interval=3"), "data.save_interval: --save-interval is not for the suite's"),
+        (("data.max_tokens=60", "+data.max_valid_steps=1"), "data.max_valid_steps: --max-valid-steps is not for the"),
+        (
+            ("data.max_tokens=60", "+optimizer.amp_init_scale=8"),
+            "optimizer.amp_init_scale is for trainer.precision=fp16",
+        ),
+        (("data.max_tokens=60", "trainer.accelerator=auto", "trainer.precision=fp16"), "precision=fp16 needs a GPU"),
+    ],
+)
+def test_what_does_not_fit_or_would_change_nothing_is_refused_before_a_folder_is_made(
+    text_runs: Any, narrow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RunError, match=said) as refused:
+        text_runs.start(*TRANSLATION, *narrow, *overrides)
+    assert "\n" not in str(refused.value)
+    assert not text_runs.folder.exists()
+
+
+def test_a_gpu_that_is_not_there_is_missed_in_an_evaluation_too(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shutil.copytree(whole, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("accelerator: cpu", "accelerator: gpu"))
+    assert evaluate([str(tmp_path / "run"), "--split", "test"]) == 1
+    assert "trainer.accelerator=gpu: there is no GPU here" in capfd.readouterr().err
+
+
+def test_other_dictionaries_are_other_data(
+    whole: Path, text_data: Path, text_runs: Any, sentiment: tuple[str, ...], tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The same sentences, with words that have other numbers."""
+    overrides = (*sentiment, "attention=sinkhorn", "attention.n_iters=3")
+    run = text_runs.run_dir(*overrides)
+    run.path.mkdir(parents=True)
+    shutil.copy(whole / "run.json", run.path)
+    shutil.copytree(text_data / "sentiment", tmp_path / "other" / "sentiment")
+    words = tmp_path / "other" / "sentiment" / "data-bin" / "input0" / "dict.txt"
+    words.write_text("".join(reversed(words.read_text().splitlines(keepends=True))))
+    with pytest.raises(
+        RunError, match=r"the data are not those that .* was begun with \(dictionaries [0-9a-f]{12}, not"
+    ):
+        text_runs.start(*overrides, f"paths.data={tmp_path / 'other'}")
+    assert evaluate([str(whole), "--data", str(tmp_path / "other")]) == 1
+    assert "was trained with: dictionaries" in capfd.readouterr().err
+
+
+def test_weights_of_other_data_are_not_taken_over(text_runs: Any, narrow: tuple[str, ...], tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(text_runs.data, data)
+    small = ("data.name=translation", "data.max_tokens=60", "data.generation.beam=2", "logger=none", *narrow)
+    settings = [f"paths.data={data}", "optimizer.lr=0.03", "trainer.max_epochs=1", "protocol.test=false", *small]
+    quoted = ",".join(f"'{word}'" for word in ["experiment=ha_de_en_scratch", "attention=softmax", *settings])
+    finetune = ("experiment=ha_de_en_finetune", *small, "trainer.max_epochs=1", f"init_from.overrides=[{quoted}]")
+    with pytest.raises(RunError, match=r"optimizer.lr=0.1: init_from.rate says the rate of this run"):
+        text_runs.start(*finetune, f"paths.data={data}", "optimizer.lr=0.1")
+    text_runs.start(*finetune, f"paths.data={data}", "protocol.test=false")
+    manifest = data / "translation" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"split_hash": "0" * 64}))
+    with pytest.raises(
+        RunError, match=r"init_from: that run was trained with other data of the same name \(splits 0000"
+    ):
+        text_runs.start(*finetune, f"paths.data={data}", "protocol.test=false", "seed=0", "attention=sinkhorn")
