@@ -134,29 +134,6 @@ def test_json_has_no_nan(tmp_path):
         assert json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON")) == right
 
 
-@pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("-inf"), "infinite")])
-def test_a_run_that_diverges_says_so_in_its_card(config, value, kind):
-    run = run_dir.RunDir.of(config)
-    with pytest.raises(RunError) as raised, run.attempt("", {}, [], 1):
-        raise Diverged.at("the loss", value, 37, 0, 1e-3)
-    again = pickle.loads(pickle.dumps(raised.value))  # as a launcher brings it from another process
-    assert isinstance(again, Diverged)
-    assert str(again).startswith(f"the loss became {kind} at step 37, epoch 0; learning rate 0.001: the run has ")
-    card = json.loads((run.path / "run.json").read_text())
-    assert card["state"] == card["attempts"][0]["state"] == "diverged"
-    assert card["attempts"][0]["message"] == str(raised.value)
-
-
-def test_json_has_no_nan(tmp_path):
-    content = {"a": [1.5, float("nan")], "b": {"c": float("inf"), "d": (float("-inf"), 2)}, "e": "NaN"}
-    right = {"a": [1.5, None], "b": {"c": None, "d": [None, 2]}, "e": "NaN"}
-    files.write_json(tmp_path / "object.json", content)
-    files.append_line(tmp_path / "lines.jsonl", content)
-    for name in ("object.json", "lines.jsonl"):
-        text = (tmp_path / name).read_text()
-        assert json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON")) == right
-
-
 def test_run_card(finished):
     card = json.loads((finished() / "run.json").read_text())
     (attempt,) = card["attempts"]
