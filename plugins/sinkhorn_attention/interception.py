@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from .masks import CAUSAL_REFUSAL, as_support, split_attention_mask
+from .masks import CAUSAL_REFUSAL, as_support, padded_queries, split_attention_mask
 from .normalizers import Normalizer
 
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
@@ -103,6 +103,10 @@ class _Handover(TorchFunctionMode):
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         same_tokens = self.self_attention and query.shape[-2] == key.shape[-2]
         bias, query_mask, key_mask = split_attention_mask(as_support(attn_mask), same_tokens)
+        if same_tokens and bias is not None and query_mask is None and bias.shape[-2] > 1:
+            query_mask = padded_queries(bias)
+            if query_mask is not None and query_mask.dim() > 1:  # heads, and samples, that the mask has not
+                query_mask = query_mask.view((1,) * (query.dim() - 1 - query_mask.dim()) + query_mask.shape)
         masks = {"attn_bias": bias, "query_mask": query_mask, "key_mask": key_mask}
         return self.normalizer.attend(query, key, value, scale=scale, dropout_p=dropout_p, **masks)
 

@@ -70,6 +70,23 @@ def split_attention_mask(
     return attn_mask, None, None
 
 
+def padded_queries(attn_mask: Tensor) -> Tensor | None:
+    """Which queries of a self-attention take part, by a whole mask (..., n, n), boolean (True keeps) or floating.
+
+    Hosts expand a key-padding mask to all queries, the padded ones included: no row of it differs from another. Such a
+    mask says of a token that it is padding, and the token is then left out as a query too. Nothing waits for a device:
+    where a mask of the batch does depend on the query, all of its queries take part.
+
+    Returns:
+        (..., n), boolean; None where it can be seen that no mask hides a token from all queries alike.
+    """
+    keep = attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf
+    alike = (keep == keep[..., :1, :]).all(-1).all(-1)
+    queries = keep[..., 0, :] | ~alike.unsqueeze(-1)
+    readable = queries.device.type == "cpu" and not torch.compiler.is_compiling() and not queries.is_meta
+    return None if readable and type(queries) is Tensor and bool(queries.all()) else queries
+
+
 def is_causal_bias(attn_bias: Tensor) -> bool:
     """Whether a bias (..., n, m) is a causal mask. Reads the data.
 

@@ -154,6 +154,29 @@ def test_masks_keep_where_true_and_padding_takes_no_part() -> None:
     torch.testing.assert_close(attention(x, support), expected(attention, x, 4, attn_bias=support))
 
 
+@pytest.mark.parametrize("floating", [False, True])
+def test_a_padding_mask_that_the_host_expands_to_all_queries_is_one(floating: bool) -> None:
+    """As the transformers package does: (B, 1, n, n), every row alike. A mask that depends on the query is support."""
+    attention, x = model()[0].attention, tokens()
+    convert(attention, n_iters=4)
+    lengths = (7, 5, 2)
+    keep = (torch.arange(7) < torch.tensor(lengths).unsqueeze(1))[:, None, None].expand(3, 1, 7, 7)
+    mask = torch.zeros(3, 1, 7, 7).masked_fill(~keep, torch.finfo(torch.float32).min) if floating else keep
+    for given in (mask, mask.contiguous()):
+        out = attention(x, given)
+        for i, length in enumerate(lengths):
+            torch.testing.assert_close(out[i, :length], attention(x[i : i + 1, :length])[0], rtol=1e-5, atol=1e-6)
+    same = mask[1, 0]
+    torch.testing.assert_close(attention(x, same)[:, :5], attention(x[:, :5]), rtol=1e-5, atol=1e-6)
+    mixed = keep.clone()
+    mixed[1] = torch.rand(7, 7, generator=torch.Generator().manual_seed(3)) < 0.8
+    out = attention(x, mixed)
+    torch.testing.assert_close(out[1:2], expected(attention, x[1:2], 4, attn_bias=mixed[1:2]))
+    torch.testing.assert_close(out[2, :2], attention(x[2:, :2])[0], rtol=1e-5, atol=1e-6)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, mask), attention(x, mask))
+
+
 def test_queries_of_another_sequence_are_not_hidden_by_the_keys_padding() -> None:
     """Not even where both are of one length; groups of heads share their keys."""
     torch.manual_seed(0)
