@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .masks import CAUSAL_FILL, CAUSAL_REFUSAL, bias_from_keep, keep_from_hide
+from .masks import CAUSAL_FILL, CAUSAL_REFUSAL, bias_from_keep, keep_from_hide, padded_queries
 from .normalizers import get_normalizer
 from .normalizers.scores import full_precision_matmul
 
@@ -106,7 +106,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 query too.
             need_weights: whether to return the map as well, which is then held in memory.
             attn_mask: (L, S) or (N * num_heads, L, S); boolean, True HIDES, or floating, added to the scores, where
-                -9e3 and less hides.
+                -9e3 and less hides. One whose rows are all alike is a key-padding mask.
             average_attn_weights: whether the returned map is the mean over heads.
             is_causal: torch's hint that `attn_mask` is causal.
             query_padding_mask: (N, L) or (L,), boolean, True HIDES; for cross-attention with padded queries, and for
@@ -132,6 +132,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)
         if attn_mask is not None:
             attn_bias = self._add_mask(attn_mask, attn_bias, q.shape[0])
+            if query_mask is None and key_padding_mask is None and _same_tokens(query, key):
+                query_mask = padded_queries(attn_bias)
         if self.add_zero_attn or self.bias_k is not None:
             k, v, key_mask, attn_bias = self._append_keys(k, v, key_mask, attn_bias)
         q, k, v = self._split_heads(q), self._split_heads(k), self._split_heads(v)

@@ -470,3 +470,16 @@ def test_compile() -> None:
         torch.testing.assert_close(out, want)
         got, expected = (torch.autograd.grad(o.square().sum(), x, retain_graph=True)[0] for o in (out, want))
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_key_padding_mask_written_out_for_all_queries_is_one(need_weights: bool) -> None:
+    torch.manual_seed(0)
+    module, x = MultiheadAttention(8, 2, batch_first=True, n_iters=4), torch.randn(2, 5, 8)
+    hide = torch.arange(5) >= torch.tensor([[5], [3]])
+    want = module(x, x, x, key_padding_mask=hide, need_weights=need_weights)[0]
+    whole = hide[:, None, None].expand(2, 2, 5, 5).flatten(0, 1)
+    for mask in (whole, torch.zeros(4, 5, 5).masked_fill(whole, -1e9)):
+        torch.testing.assert_close(module(x, x, x, attn_mask=mask, need_weights=need_weights)[0], want)
+    same_for_all = module(x, x, x, attn_mask=hide[1:].expand(5, 5), need_weights=need_weights)[0]
+    torch.testing.assert_close(same_for_all[:, :3], module(x[:, :3], x[:, :3], x[:, :3])[0])
