@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from ..data.base import Batch, BatchSampler
@@ -18,6 +18,30 @@ from ..seeding import stream_seed
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 METRICS = ("training_metrics", "evaluation_metrics")
 SchedulerFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+class WeightedMean(Metric):
+    """Mean of numbers with weights, over all devices, NaN included.
+
+    torchmetrics' MeanMetric leaves NaN out, or, told to let it be (nan_strategy="disable"), forgets the weights.
+    """
+
+    total: Tensor
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.get_default_dtype()), dist_reduce_fx="sum")
+        self.add_state("weight", torch.tensor(0.0, dtype=torch.get_default_dtype()), dist_reduce_fx="sum")
+
+    def update(self, numbers: Tensor, weight: float = 1.0) -> None:
+        """Adds numbers of one weight each."""
+        self.total = self.total + numbers.to(self.total.dtype).sum() * weight
+        self.weight = self.weight + numbers.numel() * weight
+
+    def compute(self) -> Tensor:
+        """The mean so far."""
+        return self.total / self.weight
 
 
 class RunningMetrics(nn.Module):
@@ -32,12 +56,9 @@ class RunningMetrics(nn.Module):
     def __init__(self, num_classes: int, mean_over: str = "samples") -> None:
         super().__init__()
         self.by_batch = mean_over == "batches"
-        # NaN is to be seen: by default torchmetrics leaves it out of the mean.
-        self.loss = MeanMetric(nan_strategy="disable")
+        self.loss = WeightedMean()
         self.accuracy: Metric = (
-            MeanMetric(nan_strategy="disable")
-            if self.by_batch
-            else MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+            WeightedMean() if self.by_batch else MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         )
         for metric in (self.loss, self.accuracy):
             metric.persistent(True)

@@ -83,7 +83,7 @@ def test_some_layers_alone(weights):
     assert iters(pretrained(weights, {**SINKHORN, "layers": "blocks.1.*"})) == [softmax, 3, softmax]
     ours = timm_model("sinkformer_vit_catsdogs", {**SINKHORN, "layers": 1}, 2, img_size=32, depth=3)
     assert iters(ours) == [softmax, softmax, 3]
-    with pytest.raises(ValueError, match="asks for the last 9 of 3"):
+    with pytest.raises(ValueError, match="asks for the last 9 attention modules; there are 3"):
         pretrained(weights, {**SINKHORN, "layers": 9})
 
 

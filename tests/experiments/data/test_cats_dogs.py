@@ -546,7 +546,7 @@ def test_means_over_batches_count_the_last_one_as_much():
         logits = torch.tensor([[1.0, 0.0]]).repeat(count, 1)
         labels = torch.zeros(count, dtype=torch.int64) if right else torch.ones(count, dtype=torch.int64)
         for metrics in (by_sample, by_batch):
-            metrics.update(logits, labels, torch.full((count,), float(count)))
+            metrics.update(logits, labels, torch.full((count,), float(count)), count)
     assert by_sample.values() == {"loss": 3.4, "accuracy": 0.8}
     assert by_batch.values() == {"loss": 2.5, "accuracy": 0.5}
 

@@ -101,7 +101,7 @@ def steps(size, batch_size, batches, world):
                 one.model.zero_grad()
         found.append(torch.stack(gradients))
         metrics.append(one.training_metrics.loss)
-    total = sum(float(metric.mean_value) for metric in metrics) / sum(float(metric.weight) for metric in metrics)
+    total = sum(float(metric.total) for metric in metrics) / sum(float(metric.weight) for metric in metrics)
     return sum(found), total
 
 
