@@ -65,6 +65,9 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
         RunError: for anything in the configuration that does not work.
     """
     quieten()
+    given = sorted(name for name in os.environ if name.startswith("PL_TRAINER_"))
+    if given:  # Lightning would take them, and the run's identity would not know
+        raise RunError(f"the environment sets {', '.join(given)}, which would change the training unseen: unset them")
     split, settings = config["protocol"]["select_on"], config["trainer"]
     started_by = processes(settings["devices"], settings["num_nodes"])
     data, module = build(config, None if begin is None else begin.rate)

@@ -23,6 +23,8 @@ from .masks import CAUSAL_REFUSAL, as_support, padded_queries, split_attention_m
 from .normalizers import Normalizer
 
 SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
+#: Parts of the names of tensors that a forward takes beside its tokens.
+ASIDE = ("mask", "bias", "pos", "rope", "rel")
 
 
 # Functions with names, because a converted module pickles what is known of its kind.
@@ -116,6 +118,8 @@ class Intercepted(nn.Module):
 
     normalizer: Normalizer
     kind = Kind()
+    #: Names of the arguments of the inherited forward.
+    argument_names: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The inherited forward, with the normalizer in place of its softmax.
@@ -127,7 +131,7 @@ class Intercepted(nn.Module):
         if getattr(self, "fused_attn", None) is False and not self.kind.given_scores:
             self.fused_attn = True  # timm's modules call what is handed over only then
         same = self.kind.self_attention
-        handover = _Handover(self.normalizer, self.kind, _one_sequence(args) if same is None else same)
+        handover = _Handover(self.normalizer, self.kind, self._one_sequence(args, kwargs) if same is None else same)
         with handover:
             result = super().forward(*args, **kwargs)
         if not handover.reached and not torch.compiler.is_compiling():
@@ -137,6 +141,16 @@ class Intercepted(nn.Module):
                 "layers="
             )
         return result
+
+    def _one_sequence(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call has one sequence of tokens, as self-attention has: what else it is given is no sequence."""
+        given = [*zip(self.argument_names, args, strict=False), *kwargs.items()]
+        tokens = [
+            argument
+            for name, argument in given
+            if isinstance(argument, Tensor) and argument.is_floating_point() and not any(part in name for part in ASIDE)
+        ]
+        return all(one is tokens[0] for one in tokens)
 
 
 class _InterceptedClass(type):
@@ -151,7 +165,8 @@ def intercepted(cls: type[nn.Module], kind: Kind = Intercepted.kind) -> type[nn.
 
 @cache
 def _intercepted(cls: Any, kind: Kind) -> type[nn.Module]:
-    namespace = {"__module__": __name__, "kind": kind, "made_of": (cls, kind)}
+    names = tuple(inspect.signature(cls.forward).parameters)[1:]
+    namespace = {"__module__": __name__, "kind": kind, "made_of": (cls, kind), "argument_names": names}
     made: Any = _InterceptedClass(f"Normalized{cls.__name__}", (Intercepted, cls), namespace)
     return made
 
@@ -161,12 +176,6 @@ def _rebuild(cls: Any) -> Any:
 
 
 copyreg.pickle(_InterceptedClass, _rebuild)
-
-
-def _one_sequence(args: Sequence[Any]) -> bool:
-    """Whether the tensors that a call begins with are one and the same, as in self-attention."""
-    tokens = [arg for arg in args[:3] if isinstance(arg, Tensor) and arg.is_floating_point()]
-    return all(one is tokens[0] for one in tokens if one.dim() == tokens[0].dim())
 
 
 @cache

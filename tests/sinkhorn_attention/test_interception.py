@@ -185,9 +185,22 @@ def test_queries_of_another_sequence_are_not_hidden_by_the_keys_padding() -> Non
     keep = torch.arange(7) < 5
     torch.testing.assert_close(attention(x, context, keep), attention(x, context[:, :5]), rtol=1e-5, atol=1e-6)
     same_length = torch.arange(6) < 5
+    by_keyword = attention(x, context=context[:, :6], mask=same_length)
     got = attention(x, context[:, :6], same_length)
+    assert torch.equal(by_keyword, got)
     torch.testing.assert_close(got, attention(x, context[:, :5]), rtol=1e-5, atol=1e-6)
     assert (got[:, 5] != 0).any()
+
+
+def test_positions_beside_the_tokens_are_no_other_sequence() -> None:
+    class WithPositions(nn.Module):
+        def forward(self, x: Tensor, pos: Tensor, mask: Tensor | None = None) -> Tensor:
+            return F.scaled_dot_product_attention(x + pos, x + pos, x, attn_mask=mask)
+
+    attention, x, pos = WithPositions(), tokens(6), tokens(6).flip(0)
+    convert(attention, n_iters=4)
+    got = attention(x, pos, torch.arange(6) < 4)
+    torch.testing.assert_close(got[:, :4], attention(x[:, :4], pos[:, :4]), rtol=1e-5, atol=1e-6)
 
 
 def test_causal_calls_are_refused_unless_rows_are_independent() -> None:
