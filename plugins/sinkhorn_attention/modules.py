@@ -132,8 +132,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)
         if attn_mask is not None:
             attn_bias = self._add_mask(attn_mask, attn_bias, q.shape[0])
-            if query_mask is None and key_padding_mask is None and _same_tokens(query, key):
-                query_mask = padded_queries(attn_bias)
+            if query_padding_mask is None and _same_tokens(query, key):
+                queries = padded_queries(attn_bias)
+                if queries is not None:
+                    query_mask = queries if query_mask is None else query_mask & queries
         if self.add_zero_attn or self.bias_k is not None:
             k, v, key_mask, attn_bias = self._append_keys(k, v, key_mask, attn_bias)
         q, k, v = self._split_heads(q), self._split_heads(k), self._split_heads(v)

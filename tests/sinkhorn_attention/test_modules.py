@@ -481,5 +481,8 @@ def test_a_key_padding_mask_written_out_for_all_queries_is_one(need_weights: boo
     whole = hide[:, None, None].expand(2, 2, 5, 5).flatten(0, 1)
     for mask in (whole, torch.zeros(4, 5, 5).masked_fill(whole, -1e9)):
         torch.testing.assert_close(module(x, x, x, attn_mask=mask, need_weights=need_weights)[0], want)
+        for none in (torch.zeros_like(hide), torch.zeros(2, 5)):  # a second mask that hides nothing
+            both = module(x, x, x, attn_mask=mask, key_padding_mask=none, need_weights=need_weights)[0]
+            torch.testing.assert_close(both, want)
     same_for_all = module(x, x, x, attn_mask=hide[1:].expand(5, 5), need_weights=need_weights)[0]
     torch.testing.assert_close(same_for_all[:, :3], module(x[:, :3], x[:, :3], x[:, :3])[0])
