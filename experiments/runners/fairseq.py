@@ -47,6 +47,8 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
     _same_data(run, facts)
     initial, rate = None, config["optimizer"]["lr"]
     if config["init_from"] is not None:
+        if rate is not None:
+            raise RunError(f"optimizer.lr={rate}: init_from.rate says the rate of this run; leave optimizer.lr null")
         begin = finished_origin(config, _train_origin)
         initial, rate = begin.checkpoint, begin.rate
         other = command.other_data(begin.data, facts)

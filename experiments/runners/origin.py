@@ -34,12 +34,8 @@ def finished_origin(config: dict[str, Any], train: Train) -> Origin:
         train: trains a run, by its resolved configuration, its folder and its overrides.
 
     Raises:
-        RunError: where several processes train the run, and the other run is not finished; for a rate that would be
-            ignored.
+        RunError: where several processes train the run, and the other run is not finished.
     """
-    rate = config["optimizer"]["lr"]
-    if rate is not None:
-        raise RunError(f"optimizer.lr={rate}: init_from.rate says the rate of this run; leave optimizer.lr null")
     before, words = origin(config)
     run = RunDir.of(before)
     if not run.finished:

@@ -15,7 +15,6 @@ from experiments.evaluate import load_run
 from experiments.models import ImageNetCatsDogs, pretrained_timm_model, timm_model
 from experiments.runners import classifier
 from experiments.runners.checkpoints import read_checkpoint
-from experiments.runners.origin import finished_origin
 from experiments.train import execute
 
 SIZE = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2}
@@ -229,9 +228,3 @@ def test_frozen_parameters_stay(start, weights, tmp_path, data_folder):
     stock = torch.load(weights)
     assert torch.equal(state["model.blocks.1.attn.qkv.weight"], stock["blocks.1.attn.qkv.weight"])
     assert outcome.result["initial"]["val"]["loss"] != outcome.result["last"]["val"]["loss"]
-
-
-def test_a_rate_beside_init_from_would_be_ignored():
-    config = {"optimizer": {"lr": 0.5}, "init_from": {"rate": 0.1}}
-    with pytest.raises(RunError, match=r"optimizer\.lr=0\.5: init_from\.rate says the rate of this run"):
-        finished_origin(config, lambda *given: pytest.fail("nothing is trained"))

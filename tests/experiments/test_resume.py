@@ -7,7 +7,9 @@ import signal
 import pytest
 import torch
 
+from experiments.errors import RunError
 from experiments.runners import checkpoints, classifier, lightning
+from experiments.runners.checkpoints import read_checkpoint
 
 SINKHORN = ("attention=sinkhorn", "attention.n_iters=3")
 DROPOUT = (*SINKHORN, "+model.drop_rate=0.2", "data.max_shift=2")
@@ -259,3 +261,17 @@ def test_best_epoch_survives(runs, finished):
     outcome = runs.start(*DROPOUT)
     assert outcome.result["best"] == reference["best"]
     assert (outcome.folder / outcome.result["best"]["checkpoint"]).exists()
+
+
+def test_a_flipped_bit_of_a_weight_is_no_checkpoint(tmp_path):
+    """torch.load takes it: the archive's checksums are looked at first."""
+    path = tmp_path / "epoch1-step2.ckpt"
+    torch.save({"global_step": 2, "state_dict": {"weight": torch.ones(1000)}}, path)
+    assert read_checkpoint(path)["global_step"] == 2
+    content = bytearray(path.read_bytes())
+    place = content.index(torch.ones(10).numpy().tobytes()) + 402
+    content[place] ^= 0x40
+    path.write_bytes(content)
+    assert torch.load(path, weights_only=True)["state_dict"]["weight"].sum() != 1000
+    with pytest.raises(RunError, match="is damaged"):
+        read_checkpoint(path)
