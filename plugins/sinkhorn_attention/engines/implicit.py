@@ -24,13 +24,12 @@ they are near their targets: on the CPU a backward pass further off than `CONVER
 import torch
 from torch import Tensor
 
-from ..reference import attention_by
 from .domains import trusted_heads
 from .exponential import ExponentialMap
 from .half_steps import half_steps
 from .heads import Heads
 from .log_domain import log_domain_forward
-from .operator import Operator, Results, State, without_autocast
+from .operator import Operator, Results, State, attend_by, without_autocast
 from .portable import in_log_domain_throughout
 from .problem import Problem
 
@@ -223,11 +222,5 @@ def implicit_coupling(
 
 def implicit_attention(problem: Problem) -> Tensor:
     """Sinkhorn attention with the derivative at convergence, in float32 at least; see `implicit_coupling`."""
-    given, masks = problem.in_dtype(problem.dtype), (problem.query_mask, problem.key_mask)
-    assert given.query is not None and given.key is not None and given.value is not None  # noqa: PT018
-    with without_autocast(given.like):
-        return attention_by(
-            lambda scores: implicit_coupling(scores, given.n_iters, *masks),
-            *(given.query, given.key, given.value, given.scale, given.attn_bias, *masks),
-            given.dropout_factor(given.dtype),
-        )
+    masks = problem.query_mask, problem.key_mask
+    return attend_by(lambda scores: implicit_coupling(scores, problem.n_iters, *masks), problem)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._decomp import register_decomposition
 from torch.autograd import forward_ad
 
-from ..reference import sinkhorn_attention_reference, sinkhorn_reference
+from ..reference import attention_by, sinkhorn_reference
 from .problem import NUMBERS, TENSORS, Problem
 
 #: What an engine saves beside its output, three tensors of its own choice.
@@ -191,15 +191,24 @@ class Operator:
 
 def define(problem: Problem) -> Tensor:
     """The result of an undamped problem by the definition, in the precision and with the dropout of the engines."""
-    problem = problem.in_dtype(problem.dtype)
     gradient, masks = "detached" if problem.detached else "unrolled", (problem.query_mask, problem.key_mask)
-    with without_autocast(problem.like):
-        if problem.scores is not None:
-            return sinkhorn_reference(problem.scores, problem.n_iters, *masks, gradient)
-        assert problem.query is not None and problem.key is not None and problem.value is not None  # noqa: PT018
-        dropout = problem.dropout_factor(problem.dtype)
-        tokens, given = (problem.query, problem.key, problem.value), (problem.n_iters, problem.scale, problem.attn_bias)
-        return sinkhorn_attention_reference(*tokens, *given, *masks, dropout, gradient)
+
+    def normalise(scores: Tensor) -> Tensor:
+        return sinkhorn_reference(scores, problem.n_iters, *masks, gradient)
+
+    if problem.scores is None:
+        return attend_by(normalise, problem)
+    with without_autocast(problem.scores):
+        return normalise(problem.scores.to(problem.dtype))
+
+
+def attend_by(normalise: Callable[[Tensor], Tensor], problem: Problem) -> Tensor:
+    """Attention by torch's own operations, in float32 at least, whatever makes the map (..., n, m) of the scores."""
+    given = problem.in_dtype(problem.dtype)
+    assert given.query is not None and given.key is not None and given.value is not None  # noqa: PT018
+    tokens, masks = (given.query, given.key, given.value), (given.query_mask, given.key_mask)
+    with without_autocast(given.query):
+        return attention_by(normalise, *tokens, given.scale, given.attn_bias, *masks, given.dropout_factor(given.dtype))
 
 
 def problem_of(arguments: tuple[Any, ...]) -> Problem:

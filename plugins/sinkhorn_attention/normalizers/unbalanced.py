@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ..checks import CallOptions, check_n_iters
 from ..engines.half_steps import half_steps
-from ..engines.operator import Operator
+from ..engines.operator import Operator, attend_by
 from ..engines.portable import Portable
 from ..engines.problem import Problem
 from ..functional import empty_attention, prepare
 from ..masks import support_of
-from ..reference import attention_by
 from .base import Normalizer, register_normalizer
 
 
@@ -92,13 +91,8 @@ def damped_coupling(
 
 def define(problem: Problem) -> Tensor:
     """The definition, of an attention problem."""
-    given, masks = problem.in_dtype(problem.dtype), (problem.query_mask, problem.key_mask)
-    assert given.query is not None and given.key is not None and given.value is not None  # noqa: PT018
-    return attention_by(
-        lambda scores: damped_coupling(scores, given.n_iters, given.damping, *masks),
-        *(given.query, given.key, given.value, given.scale, given.attn_bias, *masks),
-        given.dropout_factor(given.dtype),
-    )
+    masks = problem.query_mask, problem.key_mask
+    return attend_by(lambda scores: damped_coupling(scores, problem.n_iters, problem.damping, *masks), problem)
 
 
 #: The portable engine, whose column steps are damped; it has the second derivatives of `coupling`.
