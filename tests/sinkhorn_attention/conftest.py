@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from sinkhorn_attention import Normalizer, sinkhorn_attention
-from sinkhorn_attention.engines import domains, portable
+from sinkhorn_attention.engines import domains, native, portable
+from sinkhorn_attention.engines.native import LIBRARY
 from sinkhorn_attention.normalizers import attention_scores
 from torch import Tensor
 
@@ -28,7 +29,16 @@ TRITON = pytest.param(
 #: The ways through the portable engine: whole maps in chunks of heads, blocks of rows of a kept map, blocks that are
 #: made again, the log domain with a map and by blocks, and the path of devices that cannot be asked.
 PORTABLE = ("whole", "kept", "recomputed", "log domain", "log domain by blocks", "device")
-ENGINES = ("reference", *PORTABLE, TRITON)
+#: Those through the native engine: as it is, in blocks of 6 rows and 16 columns, with K made again for each pass, with
+#: threads that share the heads which are left over, and with threads that share every head. Its log domain is the
+#: portable engine's.
+NATIVE = tuple(
+    pytest.param(name, marks=pytest.mark.skipif(LIBRARY.load() is None, reason=f"no native engine: {LIBRARY.reason}"))
+    for name in ("native", "native blocks", "native recomputed", "native threads", "native shared")
+)
+ENGINES = ("reference", *PORTABLE, *NATIVE, TRITON)
+#: Of the ways, where it is not the portable engine's or the native one's.
+BACKENDS = {"reference": "reference", "recomputed": "streaming", "native recomputed": "streaming", "triton": "triton"}
 
 
 class Engine(NamedTuple):
@@ -56,9 +66,19 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> E
     if name == "device":
         monkeypatch.setattr(portable, "in_log_domain_throughout", lambda device: True)
         monkeypatch.setattr(torch.Tensor, "nonzero", None)  # what would synchronise
-    backend = {"reference": "reference", "recomputed": "streaming", "triton": "triton"}
+    if name.startswith("native ") and name != "native threads":
+        monkeypatch.setattr(native, "BLOCK_ROWS", 6)
+        monkeypatch.setattr(native, "BLOCK_COLUMNS", 16)
+        monkeypatch.setattr(native, "PASS_BYTES", 1)
+    if name in ("native threads", "native shared"):
+        monkeypatch.setattr(LIBRARY, "threads", lambda: 4)
+    if name == "native shared":
+        monkeypatch.setattr(native, "LARGE_MAP_BYTES", 0)
+    if name == "recomputed":
+        monkeypatch.setattr(LIBRARY, "load", lambda: None)
+    backend = BACKENDS.get(name, "native" if name.startswith("native") else "portable")
     dtype = torch.float32 if name == "triton" else torch.float64
-    return Engine(name, backend.get(name, "portable"), dtype, "cuda" if name == "triton" and ON_GPU else "cpu")
+    return Engine(name, backend, dtype, "cuda" if name == "triton" and ON_GPU else "cpu")
 
 
 @pytest.fixture

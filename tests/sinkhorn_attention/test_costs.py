@@ -9,20 +9,19 @@ import pytest
 import torch
 from sinkhorn_attention import sinkhorn_attention
 from sinkhorn_attention.engines import (
-    PORTABLE,
-    RECOMPUTING,
     domains,
     exponential,
     exponential_backward,
     portable,
     scratch,
 )
-from sinkhorn_attention.engines.operator import Operator
+from sinkhorn_attention.engines.portable import Portable
 from sinkhorn_attention.engines.problem import Problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, N, M, WIDTH = 3, 64, 48, 8
 MAP = N * M
+KEEPING, RECOMPUTING = Portable("keeping"), Portable("recomputing", recompute=True)
 
 
 class Counts(TorchDispatchMode):
@@ -52,23 +51,23 @@ class Counts(TorchDispatchMode):
         return result
 
 
-def cost(operator: Operator, n_iters: int, scale: float = 0.1) -> tuple[Counts, Counts]:
+def cost(engine: Portable, n_iters: int, scale: float = 0.1) -> tuple[Counts, Counts]:
     """Counts of a forward and of a backward call of (HEADS, N, WIDTH) queries."""
     torch.manual_seed(0)
     query, key, value = torch.randn(HEADS, N, WIDTH), torch.randn(HEADS, M, WIDTH), torch.randn(HEADS, M, WIDTH)
     problem = Problem(query, key, value, n_iters=n_iters, scale=scale)
     with torch.no_grad():
         with Counts() as forward:
-            output, *state = operator.engine.forward(problem)
+            output, *state = engine.forward(problem)
         with Counts() as backward:
-            operator.engine.backward(problem, (output, torch.ones_like(output)), tuple(state), False)
+            engine.backward(problem, (output, torch.ones_like(output)), tuple(state), False)
     return forward, backward
 
 
 @pytest.mark.parametrize("n_iters", [1, 3, 4, 5, 21])
 def test_the_map_is_made_twice_whatever_the_number_of_half_steps(n_iters: int) -> None:
     """Forward two products and T of vectors, backward five and T - 1, as softmax attention; one exponential each."""
-    forward, backward = cost(PORTABLE, n_iters)
+    forward, backward = cost(KEEPING, n_iters)
     assert forward.exponentials == pytest.approx(1, abs=0.1)  # but for the vectors of the guard
     assert backward.exponentials == pytest.approx(1)
     assert forward.products == pytest.approx(2)
@@ -115,7 +114,7 @@ def test_maps_alive(monkeypatch, n_iters: int) -> None:
     largest = max(N, M) * (WIDTH + 2 + n_iters) * HEADS
     for scale, maps in ((0.1, 2), (100.0, 3)):
         with peak_of_scratch() as peak:
-            counts = cost(PORTABLE, n_iters, scale)
+            counts = cost(KEEPING, n_iters, scale)
         assert peak[0] <= maps * N * (M + 8) + (N + M) * (WIDTH + 2 + n_iters), "maps, and vectors of the tokens"
         if scale == 0.1:
             assert max(count.largest_new for count in counts) <= largest
@@ -138,7 +137,7 @@ def test_large_maps_are_not_held_in_the_log_domain_either(monkeypatch, n_iters: 
     monkeypatch.setattr(portable, "LARGE_MAP_BYTES", 8 * MAP - 1)
     for dtype in domains.TRUSTED_LOG2:
         monkeypatch.setitem(domains.TRUSTED_LOG2, dtype, -math.inf)
-    for engine in (RECOMPUTING, PORTABLE):
+    for engine in (RECOMPUTING, KEEPING):
         assert max(count.largest_new for count in cost(engine, n_iters, 100.0)) <= HEADS * 16 * M, "blocks"
 
 
@@ -189,7 +188,7 @@ def test_one_map_above_the_bound_serves_all_heads_of_a_call(monkeypatch) -> None
 
     monkeypatch.setattr(scratch, "_take", recorded)
     scratch.release()
-    cost(PORTABLE, 3)
+    cost(KEEPING, 3)
     assert len(maps) == 2 * HEADS
     assert len({buffer.data_ptr() for buffer in maps}) == 2, "one forward, one backward"
     assert scratch.idle_bytes() <= scratch.MAX_IDLE

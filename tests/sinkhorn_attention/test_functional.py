@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sinkhorn_attention import engines, marginal_error, sinkhorn, sinkhorn_attention
+from sinkhorn_attention.engines.operator import Operator
 from sinkhorn_attention.engines.problem import Problem
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -196,7 +197,7 @@ def test_operators_pass_opcheck() -> None:
     strided = [torch.randn(1, 6, 3, 4).transpose(1, 2) for _ in range(3)]
     scores = (query @ key.mT).detach().requires_grad_()
     of_scores = (None, None, None, scores, None, mask, mask, None, 3, 1.0, False, 1.0, 0.0)
-    for operator in (engines.PORTABLE, engines.RECOMPUTING):
+    for operator in (engines.PORTABLE, engines.AUTO, engines.STREAMING):
         for options in (plain, full):
             torch.library.opcheck(operator.forward, (query, key, value, *options))
         # One sample of heads that a projection packed between the tokens: a reshape keeps its strides.
@@ -226,12 +227,12 @@ def test_traces_with_fake_tensors_and_a_bias() -> None:
 
 
 @pytest.mark.parametrize("n_iters", [1, 4])
-def test_eager_and_compiled_calls_run_the_same_engine(n_iters: int) -> None:
+@pytest.mark.parametrize("operator", [engines.PORTABLE, engines.AUTO], ids=["portable", "auto"])
+def test_eager_and_compiled_calls_run_the_same_engine(operator: Operator, n_iters: int) -> None:
     """Outside of tracing the engine is an autograd function, inside an operator: equal to the last bit."""
     inputs = tokens(2, 3)
     bias = torch.randn(6, 6, requires_grad=True)
     problem = Problem(*inputs, attn_bias=bias, n_iters=n_iters, scale=0.5)
-    operator = engines.PORTABLE
     outputs = operator(problem), operator.forward(*problem.tensors(), *problem.numbers())[0]
     gradients = [torch.autograd.grad(output.square().sum(), (*inputs, bias)) for output in outputs]
     torch.testing.assert_close(*outputs, rtol=0, atol=0)
@@ -334,13 +335,15 @@ def test_shapes_on_the_meta_device(options: dict) -> None:
 
 
 def test_auto_takes_no_kernel_that_has_not_been_run() -> None:
-    assert engines.operator_of("auto") is engines.PORTABLE
+    assert engines.operator_of("auto") is engines.AUTO
+    query = torch.zeros(1, 2, 3, device="meta")
+    assert engines.AUTO.engine.library(Problem(query, query, query)) is None, "off the CPU the portable engine"
 
 
 def test_old_names_of_backends_mean_the_portable_engine() -> None:
     """Keeping the map, or making it again."""
     assert engines.operator_of("dense") is engines.operator_of("portable") is engines.PORTABLE
-    assert engines.operator_of("streaming") is engines.RECOMPUTING
+    assert engines.operator_of("streaming").engine.recompute
 
 
 def test_no_gradient_is_computed_for_what_needs_none() -> None:

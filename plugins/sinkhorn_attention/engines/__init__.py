@@ -1,5 +1,6 @@
 """The engines: ways of computing one `Problem`, and which of them a backend is.
 
+    native      C++ on a CPU, where its library was built (native.py, native_library.py, cpp/)
     portable    torch's own operations, any device (portable.py): exponential.py where the range of floating numbers
                 allows it, log_domain.py elsewhere, both with the loop of half_steps.py
     triton      kernels for CUDA devices and up to 256 keys (triton.py)
@@ -8,17 +9,19 @@
 Another engine is a class with the methods of `operator.Engine`, and a line in `operator_of`.
 """
 
+from .native import Native
 from .operator import Operator
 from .portable import Portable
 
-#: Names of `backend=`. "dense" and "streaming" are the portable engine, which keeps the map between half-steps where it
-#: is not too large, or makes blocks of it again for each.
-BACKENDS = ("auto", "reference", "portable", "dense", "streaming", "triton")
+#: Names of `backend=`. "auto" is the native engine on a CPU that it was built for and the portable one elsewhere, and
+#: "streaming" the same without keeping a map between half-steps; "dense" is an old name of "portable".
+BACKENDS = ("auto", "reference", "native", "portable", "dense", "streaming", "triton")
 
 PORTABLE = Operator(Portable("portable"))
-RECOMPUTING = Operator(Portable("recomputing", recompute=True))
-#: What "auto" is, on every device: no kernel is taken unasked that has not been run on the hardware it is for.
-AUTO = PORTABLE
+AUTO = Operator(Native("auto"))
+NATIVE = Operator(Native("native", alone=True))
+STREAMING = Operator(Native("streaming", recompute=True))
+_OPERATORS = {"auto": AUTO, "native": NATIVE, "portable": PORTABLE, "dense": PORTABLE, "streaming": STREAMING}
 
 
 def operator_of(backend: str) -> Operator:
@@ -27,12 +30,12 @@ def operator_of(backend: str) -> Operator:
     Raises:
         NotImplementedError: where the backend's package is missing.
     """
-    if backend == "triton":
-        try:
-            from .triton import TRITON  # imported at its first use
-        except ImportError as error:
-            raise NotImplementedError(
-                "backend='triton' needs the triton package, which comes with torch on Linux; use backend='auto'"
-            ) from error
-        return TRITON
-    return RECOMPUTING if backend == "streaming" else AUTO if backend == "auto" else PORTABLE
+    if backend != "triton":
+        return _OPERATORS[backend]
+    try:
+        from .triton import TRITON  # imported at its first use
+    except ImportError as error:
+        raise NotImplementedError(
+            "backend='triton' needs the triton package, which comes with torch on Linux; use backend='auto'"
+        ) from error
+    return TRITON

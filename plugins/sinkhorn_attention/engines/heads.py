@@ -35,10 +35,6 @@ class Heads:
             None if mask is None else mask.expand(*lead, length).reshape(-1, length)
             for mask, length in ((problem.query_mask, self.n), (problem.key_mask, self.m))
         )
-        self.query, self.key, self.value, self.scores, self.keep = (
-            None if tensor is None else tensor.reshape(self.count, *tensor.shape[-2:])
-            for tensor in (problem.query, problem.key, problem.value, problem.scores, problem.dropout_keep)
-        )
         #: Whether masked tokens stand as zeros; see `domains.padding_may_stay`.
         self.hides_padding = self.query_mask is not None or self.key_mask is not None
         self.attn_bias = self.bias_head = None
@@ -49,6 +45,35 @@ class Heads:
             self.attn_bias = bias.reshape(-1, *bias.shape[-2:])
             index = torch.arange(self.attn_bias.shape[0], device=bias.device).view(matrices)
             self.bias_head = index.expand(lead).reshape(-1)
+
+    @cached_property
+    def query(self) -> Tensor | None:
+        """(heads, n, d)."""
+        return self._flatten(self.problem.query)
+
+    @cached_property
+    def key(self) -> Tensor | None:
+        """(heads, m, d)."""
+        return self._flatten(self.problem.key)
+
+    @cached_property
+    def value(self) -> Tensor | None:
+        """(heads, m, d_v)."""
+        return self._flatten(self.problem.value)
+
+    @cached_property
+    def scores(self) -> Tensor | None:
+        """(heads, n, m)."""
+        return self._flatten(self.problem.scores)
+
+    @cached_property
+    def keep(self) -> Tensor | None:
+        """The dropout mask, (heads, n, m)."""
+        return self._flatten(self.problem.dropout_keep)
+
+    def _flatten(self, tensor: Tensor | None) -> Tensor | None:
+        """One dimension in place of the leading ones; may copy, which is why it waits until it is asked for."""
+        return None if tensor is None else tensor.reshape(self.count, *tensor.shape[-2:])
 
     def queries(self, group: Group, dtype: torch.dtype | None = None) -> Tensor:
         """The queries of some heads, (heads, n, d), zero where masked."""
@@ -149,10 +174,12 @@ class Gradients:
 
     def __init__(self, heads: Heads, bias_gradient: bool) -> None:
         self.heads = heads
-        tensors = [heads.query, heads.key, heads.value] if heads.scores is None else [heads.scores]
+        problem = heads.problem
         # Contiguous, as the fake kernel promises, whatever the inputs' strides are.
         self.of_inputs = [
-            torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors if tensor is not None
+            tensor.new_empty(heads.count, *tensor.shape[-2:])
+            for tensor in (problem.query, problem.key, problem.value, problem.scores)
+            if tensor is not None
         ]
         self.bias: Tensor | None = None
         if bias_gradient and heads.attn_bias is not None:

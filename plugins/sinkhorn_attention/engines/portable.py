@@ -131,9 +131,7 @@ class Portable:
                 exponential_forward(heads, group, shifted, (u, v), output, passes.rows, passes.keep)
                 if shifted:
                     domain[group].masked_fill_(~trusted_heads(u[:, group], v[:, group]), LOG_DOMAIN)
-            for some in self._log_domain_groups(heads, domain):
-                rows = self._log_domain_rows(heads, some)
-                output[some] = log_domain_forward(heads, some, torch.float64, rows).to(heads.dtype)
+            self._log_domain_forward(heads, domain, output)
         return result, u, v, domain
 
     def backward(self, problem: Problem, results: tuple[Tensor, Tensor], state: State, bias_gradient: bool) -> Results:
@@ -153,10 +151,22 @@ class Portable:
                 if of_group != LOG_DOMAIN:
                     shifted = of_group == SHIFTED
                     exponential_backward(heads, group, shifted, (u, v), both, gradients, passes.rows, passes.keep)
+            self._log_domain_backward(heads, domain, d_output, gradients)
+        return gradients.result()
+
+    def _log_domain_forward(self, heads: Heads, domain: Tensor, output: Tensor) -> None:
+        """Fills the output (heads, n, d_v or m) of the heads of the log domain."""
+        with torch.autocast(heads.device.type, enabled=False):
+            for some in self._log_domain_groups(heads, domain):
+                rows = self._log_domain_rows(heads, some)
+                output[some] = log_domain_forward(heads, some, torch.float64, rows).to(heads.dtype)
+
+    def _log_domain_backward(self, heads: Heads, domain: Tensor, d_output: Tensor, gradients: Gradients) -> None:
+        """Fills the gradients of these heads."""
+        with torch.autocast(heads.device.type, enabled=False):
             for some in self._log_domain_groups(heads, domain):
                 rows = self._log_domain_rows(heads, some)
                 log_domain_backward(heads, some, d_output, gradients, torch.float64, rows)
-        return gradients.result()
 
     def _log_domain_groups(self, heads: Heads, domain: Tensor) -> list[Tensor]:
         """The heads of the log domain, in groups whose float64 scratch stays bounded."""
