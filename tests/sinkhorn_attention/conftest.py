@@ -170,22 +170,23 @@ def solve_by(attend: Callable[..., Tensor], problem: Problem, dtype: torch.dtype
 
 def assert_matches_reference(
     problem: Problem,
-    backend: str = "portable",
+    backend: str | tuple[str, ...] = "portable",
     dtype: torch.dtype = torch.float64,
     tolerance: float | None = None,
     device: str = "cpu",
 ) -> None:
-    """Value and gradient against the float64 reference, to the tolerance that the dtype's arithmetic allows.
+    """Value and gradient of one or several backends against the float64 reference, to the dtype's tolerance.
 
     float64: 1e-10. float32: 1e-5, relative in norm, for values and for gradients, the latter with a floor of
     1e-5 |scale| |dO| max|v| max|k| (or max|q|): a saturated map's true gradient lies below the rounding of its terms.
     """
     tolerance = tolerance or {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
-    got, want = solve(problem, backend, dtype, device), solve(problem, "reference", torch.float64, device)
-    assert_same_outcome(got, want, problem, tolerance)
+    want = solve(problem, "reference", torch.float64, device)
+    for each in (backend,) if isinstance(backend, str) else backend:
+        assert_same_outcome(solve(problem, each, dtype, device), want, problem, tolerance, each)
 
 
-def assert_same_outcome(got: Outcome, want: Outcome, problem: Problem, tolerance: float) -> None:
+def assert_same_outcome(got: Outcome, want: Outcome, problem: Problem, tolerance: float, who: str = "") -> None:
     """Relative in norm, with floors for gradients, as `assert_matches_reference` says."""
     scale = problem.options.get("scale") or problem.query.shape[-1] ** -0.5
     largest = {name: getattr(problem, name).double().norm(dim=-1).max() for name in ("query", "key", "value")}
@@ -201,9 +202,11 @@ def assert_same_outcome(got: Outcome, want: Outcome, problem: Problem, tolerance
         expected, found = getattr(want, name), getattr(got, name)
         if expected is None:
             continue
-        assert found.isfinite().all(), f"{name} is not finite"
+        assert found.isfinite().all(), f"{who} {name} is not finite"
         error = (found.double() - expected).norm()
-        assert error <= tolerance * (expected.norm() + floor), f"{name}: off by {error:.3e} of {expected.norm():.3e}"
+        assert error <= tolerance * (expected.norm() + floor), (
+            f"{who} {name}: off by {error:.3e} of {expected.norm():.3e}"
+        )
 
 
 def assert_matches_definition(

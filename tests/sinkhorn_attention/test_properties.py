@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from sinkhorn_attention.engines import PORTABLE, domains, portable
+from sinkhorn_attention.engines import PORTABLE, domains, native, portable
+from sinkhorn_attention.engines.native import LIBRARY
 from sinkhorn_attention.engines.problem import Problem
 from torch import Tensor
 
@@ -74,6 +75,7 @@ FLOOR, OF_SCORES = 27.0, 2.6
 def test_random_problems(make_problem, matches_reference, monkeypatch, seed: int) -> None:
     monkeypatch.setattr(portable, "BLOCK_BYTES", 1)
     generator = torch.Generator().manual_seed(seed)
+    native_too = LIBRARY.load() is not None
     for number in range(PROBLEMS_PER_SEED):
         engine = choose(generator, "whole", "whole", "kept", "recomputed")
         monkeypatch.setattr(portable, "LARGE_MAP_BYTES", 0 if engine == "kept" else 8 << 20)
@@ -86,8 +88,17 @@ def test_random_problems(make_problem, matches_reference, monkeypatch, seed: int
         sizes = {"width": width, "value_width": value_width, "std": std, "seed": 1000 * seed + number}
         problem = make_problem(n, m, n_iters, **sizes, **options)
         described = f"{seed}/{number}: {engine} n={n} m={m} T={n_iters} {sizes} {dtype} {list(options)}"
-        backend = "streaming" if engine == "recomputed" else "portable"
-        check(matches_reference, described, problem, backend, dtype, tolerance_of(problem, dtype))
+        # Of the native engine all ways, too: its blocks, its passes, and 1 to 4 threads for 6 heads.
+        native_pass = "streaming" if engine == "recomputed" else "native"
+        monkeypatch.setattr(LIBRARY, "threads", lambda threads=1 + number % 4: threads)
+        small = number % 3 > 0
+        monkeypatch.setattr(native, "BLOCK_ROWS", 12 if small else 48)
+        monkeypatch.setattr(native, "BLOCK_COLUMNS", 32 if small else 512)
+        with monkeypatch.context() as patch:
+            if engine == "recomputed":
+                patch.setattr(PORTABLE.engine, "recompute", True)
+            backends = ("portable", native_pass) if native_too else ("portable",)
+            check(matches_reference, described, problem, backends, dtype, tolerance_of(problem, dtype))
 
 
 @pytest.mark.skipif(
