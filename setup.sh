@@ -23,7 +23,7 @@ supported "$PYTHON" || fail "Python 3.11 or 3.12 is needed, and $PYTHON is not o
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || fail "$PYTHON has no venv module (on Debian: apt-get install python3-venv)"
 
 # The stamp says what was installed, from where and for which folder: a moved or outdated environment is made anew.
-want=$( (echo "$here"; "$PYTHON" -c 'import sys; print(sys.version)'; cat requirements.txt requirements-fairseq.txt pyproject.toml) | cksum)
+want=$( (echo "$here"; "$PYTHON" -c 'import sys; print(sys.version)'; cat requirements.txt requirements-fairseq.txt pyproject.toml setup.py plugins/sinkhorn_attention/engines/cpp/*) | cksum)
 if [ "$(cat .venv/installed 2>/dev/null)" = "$want" ]; then exit 0; fi
 free=$(df -Pk . | awk 'NR == 2 { print $4 }')
 if [ ! -d .venv ] && [ "$free" -lt 8000000 ]; then
@@ -57,5 +57,8 @@ else
 fi
 .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e . >>"$log" 2>&1 ||
     fail "the plugins could not be installed; details: $log"
+if ! ls plugins/sinkhorn_attention/engines/libsinkhorn_*.so >/dev/null 2>&1; then
+    echo "setup: no C++20 compiler (g++ 11 or newer), so attention on a CPU takes the portable engine, about twice as long"
+fi
 echo "$want" >.venv/installed
 echo "setup: done"

@@ -10,7 +10,8 @@ In the folder:
   "failed", "diverged" or "finished"), `identity` (the hashed part of the configuration), `command`, `git` (`commit`,
   `dirty`, `diff`), `versions`, `seeds`, `data` (`name`, `split_hash`, `sizes`, `classes`), `n_params`, and `attempts`:
   one object per start with `started`, `ended` (ISO 8601, UTC), `state`, `message`, `from_step`, `host`, `pid`,
-  `platform`, `devices`, `threads`, `slurm` (`job`, `restart`, `nodes`; null elsewhere).
+  `platform`, `devices`, `threads`, `cpu_engine` (what computes attention on a CPU), `slurm` (`job`, `restart`, `nodes`;
+  null elsewhere).
 - `metrics.jsonl`: one object per evaluation: `epoch` (finished epochs, so the first is 1), `step` (optimizer steps),
   `split` ("train", "val" or "test"), then metric names (`loss`, `accuracy` as a fraction of 1; `lr` for "train"). The
   "train" row is the mean over the epoch while it was trained. No times: two equal runs have byte-identical files.
@@ -35,6 +36,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -44,6 +46,7 @@ from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
+from sinkhorn_attention.engines.native import describe_cpu_engine
 
 from ..errors import Diverged, RunError
 from ..files import explain_full_disk, write_atomic, write_json
@@ -241,6 +244,7 @@ class RunDir:
             "platform": platform.platform(),
             "devices": list(devices),
             "threads": threads,
+            "cpu_engine": describe_cpu_engine(),
             "slurm": _slurm_job(),
         }
         self.card = {
@@ -260,8 +264,19 @@ class RunDir:
         write_json(card_file, self.card)
 
     def note_resumed(self, step: int) -> None:
-        """Records in the run card the optimizer step that this attempt goes on from."""
-        self.card["attempts"][-1]["from_step"] = step
+        """Records in the run card the optimizer step that this attempt goes on from.
+
+        Warns where attention is computed by another engine than before.
+        """
+        *earlier, attempt = self.card["attempts"]
+        attempt["from_step"] = step
+        before = next((each["cpu_engine"] for each in reversed(earlier) if "cpu_engine" in each), None)
+        if before not in (None, attempt["cpu_engine"]):
+            print(
+                f"warning: attention on the CPU is now computed by {attempt['cpu_engine']}, before by {before}: "
+                "numbers may differ in their last bits",
+                file=sys.stderr,
+            )
         write_json(self.path / "run.json", self.card)
 
     def finish(self, result: Mapping[str, Any]) -> None:

@@ -156,6 +156,22 @@ def test_run_card(finished):
     assert attempt["devices"] == ["cpu"]
 
 
+def test_going_on_with_another_engine_is_said_and_kept(config, tmp_path, monkeypatch, capsys):
+    run = run_dir.RunDir.of(config)
+    for engine in ("native x86-64-v4 0a1b2c3d", "native x86-64-v4 0a1b2c3d", "portable (it was not built)"):
+        monkeypatch.setattr(run_dir, "describe_cpu_engine", lambda engine=engine: engine)
+        with run.attempt("train", {}, ["cpu"], 1):
+            run.note_resumed(3)
+    said = [line for line in capsys.readouterr().err.splitlines() if "computed by" in line]
+    assert len(said) == 1
+    assert "computed by portable (it was not built), before by native x86-64-v4 0a1b2c3d" in said[0]
+    assert [each["cpu_engine"][:8] for each in run_dir.read_record(run.path / "run.json")["attempts"]] == [
+        "native x",
+        "native x",
+        "portable",
+    ]
+
+
 def test_result_comes_last_and_times_stay_out_of_metrics(finished, rows):
     folder = finished()
     result = json.loads((folder / "result.json").read_text())

@@ -9,7 +9,9 @@
 Another engine is a class with the methods of `operator.Engine`, and a line in `operator_of`.
 """
 
-from .native import Native
+import torch
+
+from .native import LIBRARY, Native, describe_cpu_engine
 from .operator import Operator
 from .portable import Portable
 
@@ -39,3 +41,20 @@ def operator_of(backend: str) -> Operator:
             "backend='triton' needs the triton package, which comes with torch on Linux; use backend='auto'"
         ) from error
     return TRITON
+
+
+def describe_engines() -> dict[str, str]:
+    """What there is of each engine on this machine, or why it isn't there, in words."""
+    native = describe_cpu_engine() if LIBRARY.load() is not None else f"not here: {LIBRARY.reason}"
+    try:
+        from .triton import refusal
+
+        reason = refusal(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32, 16, 16, 16)
+    except ImportError:
+        reason = "the triton package"
+    return {
+        "native": native,
+        "portable": "torch's own operations, on any device",
+        "triton": "kernels for CUDA, up to 256 keys" if reason is None else f"not here: it needs {reason}",
+        "reference": "the definition, with second derivatives",
+    }

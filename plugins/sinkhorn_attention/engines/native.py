@@ -243,3 +243,9 @@ def disagreement(library: ctypes.CDLL) -> str | None:
 
 #: The library of this process.
 LIBRARY = Library(disagreement)
+
+
+def describe_cpu_engine() -> str:
+    """The engine that "auto" takes for tokens on the CPU, with its build, as a run card names it."""
+    library = LIBRARY.load()
+    return f"portable ({LIBRARY.reason})" if library is None else f"native {LIBRARY.build}"

@@ -4,6 +4,7 @@ The package's build makes one library for each of `LEVELS` (setup.py), next to t
 """
 
 import ctypes
+import hashlib
 import os
 import platform
 import sys
@@ -13,10 +14,14 @@ from pathlib import Path
 
 import torch
 
-#: Environment variable; 0 turns the engine off.
+#: Environment variable: 0 turns the engine off, a path names another library.
 SWITCH = "SINKHORN_ATTENTION_NATIVE"
-#: What libraries are built for, best first, by torch's name of the processor's vectors.
-LEVELS = {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",), "DEFAULT": ("armv8-a",)}
+#: What libraries are built for, best first, by the machine and torch's name for its vectors.
+LEVELS = {
+    ("x86_64", "AVX512"): ("x86-64-v4", "x86-64-v3"),
+    ("x86_64", "AVX2"): ("x86-64-v3",),
+    ("aarch64", "DEFAULT"): ("armv8-a",),
+}
 FOLDER = Path(__file__).parent
 
 
@@ -32,13 +37,13 @@ class Library:
         disagreement: what a library gets wrong of small problems, or None.
 
     Attributes:
-        path: of the library that is loaded, or None.
+        build: what it was built for and the first digits of its checksum; empty if there is none.
         reason: why there is none, or None.
     """
 
     def __init__(self, disagreement: Callable[[ctypes.CDLL], str | None]) -> None:
         self.disagreement = disagreement
-        self.path: Path | None = None
+        self.build = ""
         self.reason: str | None = None
         self._loaded: ctypes.CDLL | None = None
         self._tried = False
@@ -63,25 +68,16 @@ class Library:
         self._forked, self._lock = True, threading.Lock()
 
     def _load(self) -> tuple[ctypes.CDLL | None, str | None]:
-        if os.environ.get(SWITCH) == "0":
+        named = os.environ.get(SWITCH, "")
+        if named == "0":
             return None, f"{SWITCH}=0 turns it off"
-        if not sys.platform.startswith("linux"):
-            return None, f"it is built on Linux only (this is {sys.platform})"
-        capability = torch.backends.cpu.get_cpu_capability()
-        levels = LEVELS.get(capability, ())
-        if (platform.machine() == "aarch64") != ("armv8-a" in levels):
-            levels = ()
-        if not levels:
-            return None, f"it needs AVX2 or an ARMv8 processor (torch says {capability} on {platform.machine()})"
-        for level in levels:
-            if file_of(level).exists():
-                break
-        else:
-            return None, "it was not built: install a C++20 compiler (g++ 11 or newer), then the package again"
+        path = Path(named) if named not in ("", "1") else _built_for_this_processor()
+        if isinstance(path, str):
+            return None, path
         try:
-            library = ctypes.CDLL(str(file_of(level)))
+            library = ctypes.CDLL(str(path))
         except OSError as error:
-            return None, f"{file_of(level).name} cannot be loaded: {error}"
+            return None, f"its library cannot be loaded: {error}"
         library.sinkhorn_scratch_bytes.restype = ctypes.c_int64
         library.sinkhorn_run.restype = None
         if not _shares_threads(library):
@@ -89,8 +85,22 @@ class Library:
         wrong = self.disagreement(library)
         if wrong is not None:
             return None, wrong
-        self.path = file_of(level)
+        self.build = f"{path.stem.removeprefix('libsinkhorn_')} {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
         return library, None
+
+
+def _built_for_this_processor() -> Path | str:
+    """The library to take, or why there is none."""
+    if not sys.platform.startswith("linux"):
+        return f"it is for Linux (this is {sys.platform})"
+    machine, vectors = platform.machine(), torch.backends.cpu.get_cpu_capability()
+    levels = LEVELS.get((machine, vectors), ())
+    if not levels:
+        return f"it needs AVX2 or ARMv8 (torch says {vectors} on {machine})"
+    for level in levels:
+        if file_of(level).exists():
+            return file_of(level)
+    return "it was not built: install a C++20 compiler (g++ 11 or newer) and then the package again"
 
 
 def _shares_threads(library: ctypes.CDLL) -> bool:
