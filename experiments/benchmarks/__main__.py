@@ -1,6 +1,7 @@
 """`python -m experiments.benchmarks`, which `make bench` runs: every table, as CSV and a figure too."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,12 +12,12 @@ from rich.console import Console
 from ..command import finish
 from ..errors import RunError
 from . import attention
-from .cases import Case
+from .cases import CASES, QUICK_CASES, Case
 from .results import Row, draw, exponents, plain_table, rows_of, write_csv
 from .steps import MODELS, VARIANTS
 from .worker import in_new_process
 
-TABLES = ("attention", "growth", "libraries", "comparators", "steps")
+TABLES = ("attention", "growth", "libraries", "comparators", "steps", "oversubscribed")
 COMPARATORS = ("softmax", "sinkhorn", "unbalanced_sinkhorn", "l2", "sinkhorn_l2", "sigmoid", "esp", "lot")
 
 
@@ -73,7 +74,7 @@ def growth(options: argparse.Namespace, console: Console) -> list[Row]:
     counts = (3, 5) if options.quick else (3, 5, 9, 21, 41)
     tokens = 64 if options.quick else 512
     rows: list[Row] = []
-    for names in (["sdpa", "dense", "streaming"], ["published"]):
+    for names in (["sdpa", "auto", "streaming"], ["published"]):
         comparisons = []
         for size in sizes if names != ["published"] else [size for size in sizes if size <= 1024]:
             variants = [name if name == "sdpa" else f"{name} T=5" for name in names]
@@ -150,12 +151,29 @@ def steps(options: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
+def oversubscribed(options: argparse.Namespace, console: Console) -> list[Row]:
+    """More threads than cores, as where neighbours share a node: engines that meet often would wait for one another."""
+    repeats = 2 if options.quick else options.repeats
+    comparisons = []
+    for case in QUICK_CASES if options.quick else CASES[:2]:
+        for times in (1, 2, 4):
+            threads = times * (os.cpu_count() or 1)
+            variants = ["sdpa", "auto T=5", "auto T=21", "portable T=5"]
+            task = {"case": asdict(case), "variants": variants, "passes": ["both"], "threads": threads}
+            comparisons.append(("oversubscribed", f"{case}, {threads} threads", {**task, "repeats": repeats}))
+    rows = timed(options, console, comparisons, "sdpa")
+    title = f"threads on {os.cpu_count()} cores (batch, heads, tokens, width), forward and backward"
+    console.print(plain_table(rows, title, "SDPA"))
+    return rows
+
+
 RUNS = {
     "attention": attention.run,
     "growth": growth,
     "libraries": libraries,
     "comparators": comparators,
     "steps": steps,
+    "oversubscribed": oversubscribed,
 }
 
 if __name__ == "__main__":

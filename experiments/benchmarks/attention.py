@@ -27,7 +27,7 @@ from .worker import in_new_process
 
 REPEATS = 11
 #: Engines in the table, by device. "auto" is what a model gets that names none.
-TABLE_ENGINES = {"cpu": ("dense", "streaming"), "cuda": ("dense", "streaming", "triton")}
+TABLE_ENGINES = {"cpu": ("native", "portable", "streaming"), "cuda": ("portable", "streaming", "triton")}
 #: The published arithmetic keeps (T + 1) maps for backward; above this it is left out.
 PUBLISHED_BYTES = 3 << 30
 PUBLISHED_REPEATS = 5

@@ -14,7 +14,7 @@ from .published import published_attention
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: Counts of half-steps in the tables: softmax, the paper's usual counts, and its largest.
 COUNTS = (1, 3, 5, 21)
-ENGINES = ("auto", "dense", "streaming", "triton")
+ENGINES = ("auto", "native", "portable", "streaming", "triton")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def attention(variant: str) -> Attention:
 
     Args:
         variant: "sdpa" (torch's fused softmax attention), "softmax" (the same in four plain operations), an engine and
-            its half-steps such as "dense T=5", "published T=5", or "normalizer NAME" with that normalizer's defaults.
+            its half-steps such as "native T=5", "published T=5", or "normalizer NAME" with that normalizer's defaults.
 
     Raises:
         ValueError: for anything else.
@@ -78,7 +78,7 @@ def attention(variant: str) -> Attention:
         return lambda query, key, value: published_attention(query, key, value, n_iters)
     if name in ENGINES and n_iters:
         return lambda query, key, value: sinkhorn_attention(query, key, value, n_iters, backend=name)
-    raise ValueError(f"unknown variant {variant!r}: sdpa, softmax, an engine such as 'dense T=5', or 'published T=5'")
+    raise ValueError(f"unknown variant {variant!r}: sdpa, softmax, an engine such as 'native T=5', or 'published T=5'")
 
 
 def plain_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ def time_libraries(size: int, counts: list[int], repeats: int) -> dict[str, Any]
     """Seconds of a coupling of size x size for each count of half-steps.
 
     A library's iteration is a row and a column step: it does (T + 1) / 2 of them where we do T half-steps. Stopping
-    rules are off. POT's `sinkhorn` works in the exponential domain, as our dense engine does, `sinkhorn_log` in the log
+    rules are off. POT's `sinkhorn` works in the exponential domain, as our engines do, `sinkhorn_log` in the log
     domain; GeomLoss is in the log domain.
 
     Returns:

@@ -42,13 +42,16 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     """What a task asks for.
 
     Args:
-        task: `kind` "time", with `case` (the fields of a Case), `variants`, `repeats`, `device`, `dtype` and `passes`;
-            "memory", with the same and one variant; or "libraries" or "steps" with the arguments of those modules.
+        task: `kind` "time", with `case` (the fields of a Case), `variants`, `repeats`, `device`, `dtype`, `passes` and
+            `threads`; "memory", with the same and one variant; or "libraries" or "steps" with the arguments of those
+            modules.
 
     Returns:
         For "time" {pass: {variant: samples}}, with a string, why not, for a variant that cannot run; for "memory"
         {variant: megabytes}, or why not.
     """
+    if "threads" in task:
+        torch.set_num_threads(task["threads"])
     if task["kind"] == "libraries":
         from .libraries import time_libraries
 

@@ -87,14 +87,15 @@ def sinkhorn_attention(
             constant, as the published sentiment code does; "implicit" is the derivative at convergence, which keeps the
             map and takes no other backend than "auto" and "portable" (see engines/implicit.py; a backward pass on the
             CPU raises where the half-steps have not converged).
-        backend: "reference" is the definition; "portable" (also called "dense") the engine of torch operations, which
-            on the CPU works in cache-sized chunks of heads while a head's map is below 8 MB, in blocks of rows of a
-            kept map up to 256 MB, and makes the blocks again above that and for one or two half-steps; "streaming" is
-            the same engine where it always makes them again: memory O(n d), up to twice the time; "triton" is for CUDA
-            devices and up to 256 keys. Off the CPU the portable engine computes in the log domain throughout, without
-            a synchronisation. "auto" is "portable"; "triton" has not been run on a GPU yet and so is taken by its name
-            alone. All agree in value and gradient, to the rounding of the scores; Triton, which holds no map, shows it
-            from scores of 1e3 on in the column sums of an even count.
+        backend: "reference" is the definition; "native" the engine in C++ for CPUs; "portable" (also named "dense")
+            that of torch operations, which on the CPU works in cache-sized chunks of heads while a head's map is
+            below 8 MB, and in blocks of rows above. Both keep a map up to 256 MB between half-steps and make it again
+            above that; off the CPU the portable engine computes in the log domain throughout, without a
+            synchronisation. "auto" is "native" where its library is (`python -m sinkhorn_attention` says whether) and
+            "portable" elsewhere; "streaming" is "auto" where the map is always made again: memory O(n d), up to twice
+            the time; "triton" is for CUDA devices and up to 256 keys, has not been run on a GPU yet and so is taken by
+            its name alone. All agree in value and gradient, to the rounding of the scores; Triton, which holds no map,
+            shows it from scores of 1e3 on in the column sums of an even count.
 
     Returns:
         (..., n, d_v) in the promoted dtype of the inputs; 0 at masked queries.

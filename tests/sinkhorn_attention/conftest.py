@@ -73,8 +73,8 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> E
     if name in ("native threads", "native shared"):
         monkeypatch.setattr(LIBRARY, "threads", lambda: 4)
     if name == "native shared":
-        monkeypatch.setattr(native, "LARGE_MAP_BYTES", 0)
-    if name == "recomputed":
+        monkeypatch.setattr(portable, "LARGE_MAP_BYTES", 0)
+    if name in PORTABLE:
         monkeypatch.setattr(LIBRARY, "load", lambda: None)
     backend = BACKENDS.get(name, "native" if name.startswith("native") else "portable")
     dtype = torch.float32 if name == "triton" else torch.float64

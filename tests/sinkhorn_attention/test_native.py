@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from sinkhorn_attention import sinkhorn_attention
-from sinkhorn_attention.engines import AUTO, NATIVE, PORTABLE, native, native_library
+from sinkhorn_attention.engines import AUTO, NATIVE, PORTABLE, native, native_library, portable
 from sinkhorn_attention.engines.native import LIBRARY
 from sinkhorn_attention.engines.native_library import SWITCH, Library
 from sinkhorn_attention.engines.problem import Problem
@@ -265,7 +265,7 @@ def test_scratch_is_a_map_for_each_thread_or_none(n_iters: int, monkeypatch) -> 
     inputs = tokens(8, n=512, width=32)
     step(Problem(*inputs, n_iters=n_iters, scale=0.1))
     kept = max(asked)
-    monkeypatch.setattr(native, "RECOMPUTE_BYTES", 0)
+    monkeypatch.setattr(portable, "RECOMPUTE_BYTES", 0)
     asked.clear()
     step(Problem(*inputs, n_iters=n_iters, scale=0.1))
     vectors = 2 * (12 * 512 * 64 + 2 * 512 * n_iters + 3 * 48 * 1100) * 4

@@ -35,6 +35,10 @@ class Heads:
             None if mask is None else mask.expand(*lead, length).reshape(-1, length)
             for mask, length in ((problem.query_mask, self.n), (problem.key_mask, self.m))
         )
+        self.query, self.key, self.value, self.scores, self.keep = (
+            None if tensor is None else tensor.reshape(self.count, *tensor.shape[-2:])
+            for tensor in (problem.query, problem.key, problem.value, problem.scores, problem.dropout_keep)
+        )
         #: Whether masked tokens stand as zeros; see `domains.padding_may_stay`.
         self.hides_padding = self.query_mask is not None or self.key_mask is not None
         self.attn_bias = self.bias_head = None
@@ -45,35 +49,6 @@ class Heads:
             self.attn_bias = bias.reshape(-1, *bias.shape[-2:])
             index = torch.arange(self.attn_bias.shape[0], device=bias.device).view(matrices)
             self.bias_head = index.expand(lead).reshape(-1)
-
-    @cached_property
-    def query(self) -> Tensor | None:
-        """(heads, n, d)."""
-        return self._flatten(self.problem.query)
-
-    @cached_property
-    def key(self) -> Tensor | None:
-        """(heads, m, d)."""
-        return self._flatten(self.problem.key)
-
-    @cached_property
-    def value(self) -> Tensor | None:
-        """(heads, m, d_v)."""
-        return self._flatten(self.problem.value)
-
-    @cached_property
-    def scores(self) -> Tensor | None:
-        """(heads, n, m)."""
-        return self._flatten(self.problem.scores)
-
-    @cached_property
-    def keep(self) -> Tensor | None:
-        """The dropout mask, (heads, n, m)."""
-        return self._flatten(self.problem.dropout_keep)
-
-    def _flatten(self, tensor: Tensor | None) -> Tensor | None:
-        """One dimension in place of the leading ones; may copy, which is why it waits until it is asked for."""
-        return None if tensor is None else tensor.reshape(self.count, *tensor.shape[-2:])
 
     def queries(self, group: Group, dtype: torch.dtype | None = None) -> Tensor:
         """The queries of some heads, (heads, n, d), zero where masked."""
@@ -168,22 +143,27 @@ class Gradients:
     """The gradients of a call, filled head by head.
 
     Args:
-        heads: the call.
+        problem: the call.
         bias_gradient: whether that of the bias is wanted.
     """
 
-    def __init__(self, heads: Heads, bias_gradient: bool) -> None:
-        self.heads = heads
-        problem = heads.problem
+    def __init__(self, problem: Problem, bias_gradient: bool) -> None:
+        self.problem = problem
         # Contiguous, as the fake kernel promises, whatever the inputs' strides are.
         self.of_inputs = [
-            tensor.new_empty(heads.count, *tensor.shape[-2:])
+            tensor.new_empty(problem.heads, *tensor.shape[-2:])
             for tensor in (problem.query, problem.key, problem.value, problem.scores)
             if tensor is not None
         ]
         self.bias: Tensor | None = None
-        if bias_gradient and heads.attn_bias is not None:
-            self.bias = torch.zeros(heads.attn_bias.shape, dtype=heads.dtype, device=heads.device)
+        if bias_gradient and problem.attn_bias is not None:
+            shape = problem.attn_bias.shape
+            self.bias = problem.like.new_zeros(math.prod(shape[:-2]), *shape[-2:], dtype=problem.dtype)
+
+    @cached_property
+    def heads(self) -> Heads:
+        """The call's heads, whose tensors may be copies: made when they are asked for."""
+        return Heads(self.problem)
 
     def parts(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
         """Where the gradients of some heads may be written before `put`: of query, key and value, or of the scores."""
@@ -223,7 +203,7 @@ class Gradients:
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients in the shapes of the call's tensors, as `engines.Engine.backward` gives them."""
-        problem, nothing = self.heads.problem, [self.heads.problem.like.new_empty(0) for _ in range(4)]
+        problem, nothing = self.problem, [self.problem.like.new_empty(0) for _ in range(4)]
         if problem.scores is not None:
             return self.of_inputs[0].view(problem.scores.shape), nothing[0], nothing[1], nothing[2]
         shapes = [tensor.shape for tensor in (problem.query, problem.key, problem.value) if tensor is not None]

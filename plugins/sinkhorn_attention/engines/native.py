@@ -20,12 +20,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import domains
+from . import domains, portable
 from .domains import LOG_DOMAIN
 from .heads import Gradients, Heads
 from .native_library import Library
 from .operator import Results, State, define
-from .portable import LARGE_MAP_BYTES, RECOMPUTE_BYTES, Portable
+from .portable import Portable
 from .problem import Problem
 from .scratch import borrow
 
@@ -109,7 +109,8 @@ class Native(Portable):
 
     def library(self, problem: Problem) -> ctypes.CDLL | None:
         """The library if it computes this problem; otherwise the portable engine does."""
-        suitable = problem.like.device.type == "cpu" and problem.scores is None and len(problem.lead) <= MAX_LEAD
+        asks = not portable.in_log_domain_throughout(problem.like.device)
+        suitable = asks and problem.scores is None and len(problem.lead) <= MAX_LEAD
         return LIBRARY.load() if suitable else None
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -137,11 +138,11 @@ class Native(Portable):
         self, library: ctypes.CDLL, problem: Problem, results: Sequence[Tensor], state: State, bias_gradient: bool
     ) -> Results:
         """`backward` by a library."""
-        heads = Heads(problem)
-        gradients = Gradients(heads, bias_gradient)
+        gradients = Gradients(problem, bias_gradient)
         self._run(library, problem, (results[0], *state), results[1], gradients)
         if bool((state[2] == LOG_DOMAIN).any()):
-            self._log_domain_backward(heads, state[2], results[1].reshape(heads.count, heads.n, -1), gradients)
+            d_output = results[1].reshape(problem.heads, problem.n, -1)
+            self._log_domain_backward(gradients.heads, state[2], d_output, gradients)
         return gradients.result()
 
     def _run(
@@ -160,7 +161,7 @@ class Native(Portable):
         call.half_steps, call.scale, call.damping = problem.n_iters, problem.scale, problem.damping
         call.threads, call.detached = LIBRARY.threads(), problem.detached
         call.backward, call.is_double = gradients is not None, problem.dtype == torch.float64
-        call.keep_bytes, call.share_bytes = 0 if self.recompute else RECOMPUTE_BYTES, LARGE_MAP_BYTES
+        call.keep_bytes, call.share_bytes = 0 if self.recompute else portable.RECOMPUTE_BYTES, portable.LARGE_MAP_BYTES
         call.block_rows, call.block_columns, call.pass_bytes = BLOCK_ROWS, BLOCK_COLUMNS, PASS_BYTES
         call.bounded_log2, call.trusted_log2 = domains.BOUNDED_LOG2, domains.TRUSTED_LOG2[problem.dtype]
         # What the pointers point to has to live until the call has returned.

@@ -136,8 +136,8 @@ class Portable:
 
     def backward(self, problem: Problem, results: tuple[Tensor, Tensor], state: State, bias_gradient: bool) -> Results:
         """Gradients of query, key, value and bias, or of given scores; see `operator.Engine`."""
-        heads, (u, v, domain) = Heads(problem), state
-        gradients = Gradients(heads, bias_gradient)
+        gradients, (u, v, domain) = Gradients(problem, bias_gradient), state
+        heads = gradients.heads
         d_output = results[1].reshape(heads.count, heads.n, -1)
         both = results[0].view(heads.count, heads.n, -1) if heads.value is not None else d_output, d_output
         passes = choose_passes(heads, self.recompute, BACKWARD_CHUNKS)

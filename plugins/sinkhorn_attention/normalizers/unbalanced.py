@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..checks import CallOptions, check_n_iters
 from ..engines.half_steps import half_steps
+from ..engines.native import Native
 from ..engines.operator import Operator, attend_by
-from ..engines.portable import Portable
 from ..engines.problem import Problem
 from ..functional import empty_attention, prepare
 from ..masks import support_of
@@ -34,8 +34,8 @@ class UnbalancedSinkhorn(Normalizer):
     Rows sum to 1 after an odd count. Columns sum to n / m only nearly, also in the limit, the nearer the greater rho
     is; rho = inf is `sinkhorn`. After an even count neither sum is exact.
 
-    `from_scores` is that definition; `attend` computes it by the portable engine, with memory that does not depend on
-    n_iters but for vectors. Second derivatives are those of `coupling`.
+    `from_scores` is that definition; `attend` computes it by the engine that "auto" takes, with memory that does not
+    depend on n_iters but for vectors. Second derivatives are those of `coupling`.
 
     Args:
         n_iters: number of HALF-steps; 1 is softmax.
@@ -95,5 +95,5 @@ def define(problem: Problem) -> Tensor:
     return attend_by(lambda scores: damped_coupling(scores, problem.n_iters, problem.damping, *masks), problem)
 
 
-#: The portable engine, whose column steps are damped; it has the second derivatives of `coupling`.
-unbalanced = Operator(Portable("unbalanced"), define, "the normalizer's coupling(query, key, ...) @ value")
+#: The engines of "auto", whose column steps are damped; `coupling` has the second derivatives.
+unbalanced = Operator(Native("unbalanced"), define, "the normalizer's coupling(query, key, ...) @ value")

@@ -40,7 +40,7 @@ def test_the_published_arithmetic_keeps_its_maps_and_ours_does_not() -> None:
     """Bytes that autograd keeps for backward at T = 21: a map for each half-step and more, against none."""
     tokens = Case(1, 1, 64, 64, 8).tokens()
     kept: dict[str, int] = {}
-    for variant in ("published T=21", "dense T=21"):
+    for variant in ("published T=21", "native T=21"):
         storages: dict[int, int] = {}
 
         def note(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_the_published_arithmetic_keeps_its_maps_and_ours_does_not() -> None:
     one_map = 64 * 64 * 4
     assert kept["published T=21"] > 21 * one_map
     inputs_and_output, vectors = 4 * 64 * 8 * 4, 2 * 24 * 72 * 4
-    assert kept["dense T=21"] <= inputs_and_output + vectors + 4096
+    assert kept["native T=21"] <= inputs_and_output + vectors + 4096
 
 
 def test_even_counts_are_refused_by_the_published_arithmetic() -> None:
@@ -62,14 +62,14 @@ def test_even_counts_are_refused_by_the_published_arithmetic() -> None:
         published_attention(*CASE.tokens(), 4)
 
 
-@pytest.mark.parametrize("variant", ["sdpa", "softmax", "dense T=1", "published T=1", "normalizer softmax"])
+@pytest.mark.parametrize("variant", ["sdpa", "softmax", "native T=1", "published T=1", "normalizer softmax"])
 def test_variants_at_one_half_step_are_softmax(variant: str) -> None:
     tokens = Case(2, 2, 6, 6, 4).tokens()
     want = torch.nn.functional.scaled_dot_product_attention(*tokens)
     torch.testing.assert_close(variant_function(variant)(*tokens), want)
 
 
-@pytest.mark.parametrize("variant", ["dense", "dense T=", "sink T=3", ""])
+@pytest.mark.parametrize("variant", ["native", "native T=", "sink T=3", ""])
 def test_unknown_variants(variant: str) -> None:
     with pytest.raises(ValueError, match=r"unknown variant|invalid literal"):
         variant_function(variant)
@@ -153,9 +153,9 @@ def test_tables_csv_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     with open(tmp_path / "cpu/attention.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     variants = {row["variant"] for row in rows if row["seconds"]}
-    assert {"sdpa", "softmax", "dense T=3", "published T=3"} <= variants
+    assert {"sdpa", "softmax", "portable T=3", "published T=3"} <= variants
     assert {row["which"] for row in rows} >= {"forward", "both", "error"}
-    errors = [row["note"] for row in rows if row["which"] == "error" and row["variant"].startswith("dense")]
+    errors = [row["note"] for row in rows if row["which"] == "error" and row["variant"].startswith("portable")]
     assert all(float(note) < 1e-5 for note in errors)
     with open(tmp_path / "cpu/comparators.csv", newline="", encoding="utf-8") as file:
         assert {f"normalizer {name}" for name in ("esp", "lot", "l2")} <= {
