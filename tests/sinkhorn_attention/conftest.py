@@ -32,10 +32,7 @@ PORTABLE = ("whole", "kept", "recomputed", "log domain", "log domain by blocks",
 #: Those through the native engine: as it is, in blocks of 6 rows and 16 columns, with K made again for each pass, with
 #: threads that share the heads which are left over, and with threads that share every head. Its log domain is the
 #: portable engine's.
-NATIVE = tuple(
-    pytest.param(name, marks=pytest.mark.skipif(LIBRARY.load() is None, reason=f"no native engine: {LIBRARY.reason}"))
-    for name in ("native", "native blocks", "native recomputed", "native threads", "native shared")
-)
+NATIVE = ("native", "native blocks", "native recomputed", "native threads", "native shared")
 ENGINES = ("reference", *PORTABLE, *NATIVE, TRITON)
 #: Of the ways, where it is not the portable engine's or the native one's.
 BACKENDS = {"reference": "reference", "recomputed": "streaming", "native recomputed": "streaming", "triton": "triton"}
@@ -56,6 +53,8 @@ class Engine(NamedTuple):
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
     name = request.param
+    if name in NATIVE and LIBRARY.load() is None:
+        pytest.skip(f"no native engine: {LIBRARY.reason}")
     if name in ("kept", "recomputed", "log domain by blocks"):  # blocks of 16 rows, of which the last is smaller
         monkeypatch.setattr(portable, "BLOCK_BYTES", 1)
         monkeypatch.setattr(portable, "LARGE_MAP_BYTES", 0)

@@ -270,11 +270,12 @@ def test_works_under_gradient_checkpointing(normalizer) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "engine", ["whole", "kept", "recomputed", "log domain", "log domain by blocks", "device"], indirect=True
-)
+PORTABLE = "whole", "kept", "recomputed", "log domain", "log domain by blocks", "device"
+
+
+@pytest.mark.parametrize("engine", [*PORTABLE, "native blocks", "native threads"], indirect=True)
 @pytest.mark.parametrize("options", range(4))
-def test_every_way_through_the_portable_engine(engine, make_problem, matches_definition, options: int) -> None:
+def test_every_way_through_the_engines(engine, make_problem, matches_definition, options: int) -> None:
     """Blocks of 16 rows, of which the last is smaller."""
     masks = {"query_mask": random_mask(2, 3, 40), "key_mask": random_mask(2, 1, 9, seed=1), "dropout_p": 0.2}
     bias = torch.randn(3, 40, 9).double().masked_fill(~random_mask(3, 40, 9), -math.inf)
