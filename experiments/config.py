@@ -209,6 +209,32 @@ def resolve(config: DictConfig, unchanged: Mapping[str, Any] | None = None) -> d
     return whole
 
 
+def refuse_ignored(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuses a rate on the command line that nothing would take; one that stands in an experiment's file is not meant.
+
+    Args:
+        config: composed with the overrides, unresolved: what looks a rate up still says where.
+        overrides: the words after `python -m experiments.train` that made it.
+
+    Raises:
+        RunError: says which word, and what sets the rate.
+    """
+    given = [(word, *word.lstrip("+").partition("=")[::2]) for word in overrides]
+    section = OmegaConf.select(config, "optimizer")
+    rate = OmegaConf.to_container(section, resolve=False).get("lr") if OmegaConf.is_dict(section) else None  # type: ignore[union-attr]
+    of_rate = [
+        word for word, key, value in given if key == "optimizer.lr" or (key, "lr" in value) == ("optimizer", True)
+    ]
+    if OmegaConf.select(config, "init_from") is not None and of_rate and rate is not None:
+        raise RunError(
+            f"{of_rate[-1]}: this run begins with another one's weights, and init_from.rate says its rate (times that "
+            "one's last): give init_from.rate, or leave the word out"
+        )
+    of_table = [word for word, key, _ in given if key.partition(".")[0] == "learning_rates"]
+    if of_table and "learning_rates" not in str(rate):
+        raise RunError(f"{of_table[-1]}: this run's rate is optimizer.lr={rate}, not of that table: give optimizer.lr")
+
+
 def origin(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The run whose last weights a run begins with, as `init_from` of its resolved configuration names it.
 
@@ -223,7 +249,9 @@ def origin(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     words = [*config["init_from"]["overrides"], f"seed={config['init_from']['seed']}"]
     kept = GlobalHydra.instance().hydra  # this may be a run of Hydra's, which goes on afterwards
     try:
-        resolved = resolve(compose(words))
+        composed = compose(words)
+        refuse_ignored(composed, words)
+        resolved = resolve(composed)
     finally:
         GlobalHydra.instance().hydra = kept
     for key in NOT_IDENTITY:
@@ -245,7 +273,10 @@ def _origin_hash(overrides: tuple[str, ...], seed: int) -> str:
 
 
 def _whole_numbers(node: Any, known: Collection[str] = ()) -> None:
-    """Makes 7 of 7.0 where a key takes any type: both are one run, so what is looked up by them has to be one word."""
+    """Makes 7 of 7.0 where a key takes any type: both are one run, so what is looked up by them has to be one word.
+
+    A float of 2^53 or more, such as a rate of 1e30, is no count: torch takes an int of more than 64 bits nowhere.
+    """
     if node._is_none() or node._is_missing() or node._is_interpolation():
         return
     keys = node if isinstance(node, DictConfig) else range(len(node))
@@ -256,7 +287,7 @@ def _whole_numbers(node: Any, known: Collection[str] = ()) -> None:
         if isinstance(child, DictConfig | ListConfig):
             _whole_numbers(child)
         elif isinstance(child, AnyNode) and isinstance(value := child._value(), float) and value.is_integer():
-            child._set_value(int(value))
+            child._set_value(int(value) if abs(value) < 2**53 else value)
 
 
 def _read(config: DictConfig, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from .files import explain_full_disk, write_atomic
 from .runners import lightning
 from .runners.checkpoints import read_checkpoint
 from .runners.classifier import Classifier
-from .runners.run_dir import RunDir, read_config
+from .runners.run_dir import RunDir, read_config, read_record
 
 # Another machine, device or number of threads rounds differently; a thousandth is beyond rounding.
 TOLERANCE = 1e-3
@@ -143,8 +143,9 @@ def _tolerance(metric: str) -> float:
 
 
 def _command(folder: Path) -> str:
-    card = folder / "run.json"
-    return json.loads(card.read_text(encoding="utf-8"))["command"] if card.is_file() else "unknown"
+    with suppress(RunError):  # no card, or a damaged one
+        return str(read_record(folder / "run.json").get("command", "unknown"))
+    return "unknown"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,14 +35,13 @@ from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from fairseq_cli import train as program  # type: ignore[import-untyped]
 
-from ..errors import Diverged
+from ..errors import Diverged, check_finite
 from ..files import sync_folder, write_atomic
 from .column_rows import Row, due
 from .fairseq_batches import DividedBatches, filled
 from .fairseq_checks import check_generation, check_lengths, check_options
 from .fairseq_columns import record_columns
 from .fairseq_events import (
-    check_finite,
     emit,
     end_with_parent,
     explained,
@@ -289,7 +288,7 @@ class Training:
         """
         if self.history and self.history[-1]["step"] == trainer.get_num_updates():
             valid = numbers(stats)
-            check_finite(valid, "validation", self.history[-1]["step"], self.history[-1]["epoch"], trainer.get_lr())
+            check_finite(valid, "val", self.history[-1]["step"], self.history[-1]["epoch"], trainer.get_lr())
             self.history[-1]["valid"] = valid
         return self._valid_stats(cfg, trainer, stats, tracking_best)
 

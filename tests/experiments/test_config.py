@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from sinkhorn_attention import Normalizer, list_normalizers, register_normalizer
 
-from experiments.config import CONFIGS, Config, compose, resolve
+from experiments.config import CONFIGS, Config, compose, refuse_ignored, resolve
 from experiments.errors import RunError
 from experiments.report.catalogue import catalogue
 
@@ -191,3 +191,45 @@ def test_numbers_that_are_no_whole_ones_stay():
     config = resolve(compose(["experiment=mnist_patches", "optimizer.lr=1e3", "+model.drop_rate=0.5"]))
     assert config["optimizer"]["lr"] == 1000
     assert config["model"]["drop_rate"] == 0.5
+
+
+def refused(*words):
+    refuse_ignored(compose(list(words)), words)
+
+
+@pytest.mark.parametrize("word", ["optimizer.lr=0.5", "++optimizer.lr=0.5", "optimizer={lr: 0.5}"])
+def test_a_rate_beside_init_from_is_not_dropped(word):
+    """What the user gives is taken or refused; what stands in the experiment's file is not the user's word."""
+    finetune = "experiment=cats_dogs_standin_finetune"
+    with pytest.raises(RunError, match=r"lr.*0\.5.*: this run begins with .* init_from\.rate says its rate"):
+        refused(finetune, word)
+    refused(finetune, "init_from.rate=0.5")
+    refused(finetune, "optimizer.lr=null")
+    refused("experiment=mnist_patches", word)
+    config = compose(["experiment=mnist_patches", word])
+    config.init_from = {"overrides": ["experiment=mnist_patches"], "seed": 0, "rate": 0.1}
+    refuse_ignored(config, ["experiment=mnist_patches"])
+    with pytest.raises(RunError, match=r"init_from\.rate says its rate"):
+        refuse_ignored(config, ["experiment=mnist_patches", word])
+
+
+def test_a_table_of_rates_that_nothing_looks_in():
+    with pytest.raises(
+        RunError, match=r"^\+learning_rates\.sinkhorn=0\.5: this run's rate is optimizer\.lr=0\.001, not"
+    ):
+        refused("experiment=cats_dogs_standin", "+learning_rates.sinkhorn=0.5")
+    with pytest.raises(RunError, match=r"this run's rate is optimizer\.lr=0\.1, not of that table"):
+        refused("experiment=shapes_set", "++learning_rates.softmax=0.5", "optimizer.lr=0.1")
+    refused("experiment=shapes_set", "++learning_rates.softmax=0.5")
+
+
+def test_commands_refuse_what_nothing_would_take(tmp_path):
+    from experiments.train import execute
+    from slurm.sweep import plan
+
+    words = ["experiment=cats_dogs_standin_finetune", f"paths.runs={tmp_path}", "optimizer.lr=0.5"]
+    with pytest.raises(RunError, match=r"init_from\.rate says its rate"):
+        execute(compose(words), words)
+    with pytest.raises(RunError, match=r"run 2 of 2 .*optimizer\.lr=0\.5: this run begins with"):
+        plan([*words[:2], "optimizer.lr=null,0.5"])
+    assert not list(tmp_path.iterdir())
