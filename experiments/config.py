@@ -1,8 +1,9 @@
 """The shape of a configuration: its sections, their types, and its resolution. Unknown keys are refused."""
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,6 +14,7 @@ from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, AnyNode, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -120,6 +122,10 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
+# Names, which are read as they are written.
+_TEXTS = ("label", "paths.data", "paths.runs", "wandb.entity", "wandb.project")
+
+
 def register() -> None:
     """Makes the shape known to Hydra under the name that configs/train.yaml refers to.
 
@@ -210,7 +216,10 @@ def resolve(config: DictConfig, unchanged: Mapping[str, Any] | None = None) -> d
 
 
 def refuse_ignored(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuses a rate on the command line that nothing would take; one that stands in an experiment's file is not meant.
+    """Refuses words that would be taken for something else, or that nothing would take.
+
+    These are texts that Hydra reads as numbers (`paths.runs=2026_12`), and rates beside what sets the rate; one that
+    stands in an experiment's file is not meant.
 
     Args:
         config: composed with the overrides, unresolved: what looks a rate up still says where.
@@ -220,6 +229,9 @@ def refuse_ignored(config: DictConfig, overrides: Sequence[str]) -> None:
         RunError: says which word, and what sets the rate.
     """
     given = [(word, *word.lstrip("+").partition("=")[::2]) for word in overrides]
+    for word, key, value in given:
+        if key in _TEXTS and str(read := _element(word)) != value.strip() and isinstance(read, int | float):
+            raise RunError(f"{word}: Hydra reads {value} as the number {read}; write \"{key}='{value}'\"")
     section = OmegaConf.select(config, "optimizer")
     rate = OmegaConf.to_container(section, resolve=False).get("lr") if OmegaConf.is_dict(section) else None  # type: ignore[union-attr]
     of_rate = [
@@ -233,6 +245,12 @@ def refuse_ignored(config: DictConfig, overrides: Sequence[str]) -> None:
     of_table = [word for word, key, _ in given if key.partition(".")[0] == "learning_rates"]
     if of_table and "learning_rates" not in str(rate):
         raise RunError(f"{of_table[-1]}: this run's rate is optimizer.lr={rate}, not of that table: give optimizer.lr")
+
+
+def _element(word: str) -> Any:
+    with suppress(HydraException):
+        return OverridesParser.create().parse_override(word).value()
+    return None
 
 
 def origin(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -323,6 +341,8 @@ def _check(config: dict[str, Any]) -> None:
     origin_keys = () if config["init_from"] is None else ("overrides", "rate", "seed")
     if missing := [key for key in origin_keys if key not in config["init_from"]]:
         raise RunError(f"init_from.{missing[0]} is missing; configs/train.yaml says what it is")
+    if config["init_from"] is not None:
+        _check_origin(config["init_from"])
     _choice("protocol.mean_over", protocol["mean_over"], ["samples", "batches"])
     _choice("wandb.mode", config["wandb"]["mode"], ["offline", "online"])
     for key, least in (("max_epochs", 1), ("devices", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
@@ -350,6 +370,19 @@ def _check(config: dict[str, Any]) -> None:
         )
     if protocol["select_on"] == "test" and not protocol["test"]:
         raise RunError("protocol.select_on=test evaluates the test split each epoch; protocol.test=false forbids it")
+
+
+def _check_origin(before: dict[str, Any]) -> None:
+    known = ("overrides", "rate", "seed")
+    if further := sorted(before.keys() - {*known, "run"}):
+        raise RunError(f"there is no init_from.{further[0]}; known here are {', '.join(known)}")
+    words, rate = before["overrides"], before["rate"]
+    if not isinstance(words, list):
+        raise RunError(f"init_from.overrides must be a list of words; got {words!r}")
+    if twice := [word for word in words if str(word).lstrip("+").startswith("seed=")]:
+        raise RunError(f"init_from.overrides has {twice[0]}, and init_from.seed={before['seed']}: give it there alone")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise RunError(f"init_from.rate must be a number above 0; got {rate}")
 
 
 def _known(prefix: str, section: dict[str, Any], shape: type) -> None:

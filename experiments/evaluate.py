@@ -23,6 +23,8 @@ from .runners.run_dir import RunDir, read_config, read_record
 
 # Another machine, device or number of threads rounds differently; a thousandth is beyond rounding.
 TOLERANCE = 1e-3
+# What the config.yaml of every run has had from the first on.
+SECTIONS = ("experiment", "seed", "data", "model", "attention", "optimizer", "trainer", "protocol", "paths")
 Numbers = dict[str, float]
 
 
@@ -113,6 +115,8 @@ def _finished(folder: Path, data: Path | str | None) -> tuple[dict[str, Any], di
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not a run's folder: it has no config.yaml")
     config = read_config(folder)
+    if missing := [name for name in SECTIONS if name not in config]:
+        raise RunError(f"{folder / 'config.yaml'} has no {missing[0]}: remove it and give the run's command again")
     config.setdefault("engine", "lightning")
     run = RunDir(folder, config, "")
     if not run.finished:

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import CONFIGS, composing
 from experiments.errors import RunError
+from experiments.files import TextLoader
 from experiments.runners.run_dir import override
 
 from .queue import run
@@ -67,6 +68,16 @@ class ClusterConfig:
         return minutes(self.time)
 
 
+_LEAST = {
+    "nodes": 1,
+    "tasks_per_node": 1,
+    "gpus_per_node": 0,
+    "cpus_per_task": 1,
+    "signal_before_end_s": 1,
+    "max_restarts": 0,
+    "max_timeouts": 0,
+    "array_parallelism": 1,
+}
 # The maps of a cluster whose values are text; in `sbatch` true and false are flags.
 _TEXTS = ("environment", "sbatch")
 # What the suite says to sbatch itself, and the key by which it is told. Another value would be taken in silence, and
@@ -211,10 +222,16 @@ def cluster_config(words: Sequence[str]) -> ClusterConfig:
             raise RunError(
                 f"cluster.environment.{name}: {name!r} is no name of a variable; the job's shell would refuse it"
             )
-    for key, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_restarts", 0)):
-        if getattr(found, key) < least:
-            raise RunError(f"cluster.{key} must be at least {least}; got {getattr(found, key)}")
-    found.minutes  # noqa: B018  # refuses what is no time
+    for key, least in _LEAST.items():
+        value = getattr(found, key)
+        if value is not None and value < least:
+            raise RunError(f"cluster.{key} must be at least {least}; got {value}")
+    seconds = 60 * found.minutes  # 0 is without a limit
+    if 0 < seconds <= found.signal_before_end_s:
+        raise RunError(
+            f"cluster.signal_before_end_s={found.signal_before_end_s} is no less than cluster.time={found.time}, of "
+            f"{seconds} s: the run would be stopped as soon as it starts"
+        )
     return found
 
 
@@ -264,17 +281,10 @@ def _names(words: Sequence[str]) -> list[str]:
     return names
 
 
-class _TextLoader(yaml.SafeLoader):
-    """Reads every plain value as text; anchors are merged as ever."""
-
-
-_TextLoader.yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}
-
-
 def _contents(name: str) -> Iterator[tuple[Path, Any]]:
     for file in (CONFIGS / "cluster" / f"{name}.yaml", CONFIGS / "local" / "cluster" / f"{name}.yaml"):
         if file.is_file():
-            yield file, yaml.load(file.read_text(encoding="utf-8"), _TextLoader)
+            yield file, yaml.load(file.read_text(encoding="utf-8"), TextLoader)
 
 
 def _check_texts(name: str) -> None:

@@ -36,12 +36,13 @@ from fairseq.trainer import Trainer
 from fairseq_cli import train as program  # type: ignore[import-untyped]
 
 from ..errors import Diverged, check_finite
-from ..files import sync_folder, write_atomic
+from ..files import check_sums, sync_folder, write_atomic
 from .column_rows import Row, due
 from .fairseq_batches import DividedBatches, filled
 from .fairseq_checks import check_generation, check_lengths, check_options
 from .fairseq_columns import record_columns
 from .fairseq_events import (
+    FairseqError,
     emit,
     end_with_parent,
     explained,
@@ -329,6 +330,14 @@ class Training:
         cfg.reset_dataloader = restart
         if resumes:
             cfg.finetune_from_model = None
+        elif cfg.finetune_from_model:
+            try:
+                check_sums(Path(cfg.finetune_from_model))
+            except ValueError as error:
+                raise FairseqError(
+                    f"init_from: checkpoint {cfg.finetune_from_model} cannot be read: {error}. Remove that run's "
+                    "folder, so that it is trained again"
+                ) from error
         extra, epoch_itr = self._load(cfg, trainer, **more)
         if resumes:
             self.history[:] = extra["history"]
@@ -428,6 +437,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
+        check_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # whatever unpickling damaged bytes may raise
         return None

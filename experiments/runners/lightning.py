@@ -236,7 +236,10 @@ def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classi
     if config["scheduler"] is not None:
         with explained("scheduler", config["scheduler"]):
             scheduler = instantiate(config["scheduler"], _partial_=True, _convert_="all")
-            scheduler(trial)
+            if isinstance(scheduler(trial), torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise ValueError(
+                    "ReduceLROnPlateau goes by a metric; a run's rate follows from its epochs: take another"
+                )
     with explained("model", config["model"]):
         _try_out(model, data)
     mean_over = config["protocol"].get("mean_over", "samples")  # which older runs do not name

@@ -70,8 +70,6 @@ NOT_IDENTITY = (
 )
 # What says nothing where it is as usual: a run has the same identity as one whose configuration lacks the key.
 USUAL = {"engine": "lightning", "init_from": None, "protocol.mean_over": "samples", "protocol.initial": False}
-# What every run's config.yaml has had from the first on.
-SECTIONS = ("experiment", "seed", "data", "model", "attention", "optimizer", "trainer", "protocol", "paths")
 # Environment variable by which the first process of a run tells the run's folder to those that it starts.
 RUN_FOLDER = "SINKFORMER_RUN_FOLDER"
 PACKAGES = (
@@ -374,11 +372,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         RunError: where it is damaged or missing.
     """
-    file = folder / "config.yaml"
-    config = _read_mapping(file, yaml.safe_load)
-    if missing := [name for name in SECTIONS if name not in config]:
-        raise RunError(f"{file} has no {missing[0]}: remove it and give the run's command again")
-    return config
+    return _read_mapping(folder / "config.yaml", yaml.safe_load)
 
 
 def read_record(path: Path) -> dict[str, Any]:

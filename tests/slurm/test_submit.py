@@ -1,5 +1,6 @@
 """Submitting, with a SLURM of shell scripts: what is asked of it, in which environment, and what is written down."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -658,3 +659,62 @@ def test_a_run_that_has_diverged_is_not_submitted_again(login_node, sweep, capsy
     said = capsys.readouterr().err
     assert f"1 runs have diverged, and would again: {folder.name}. They are left out" in said
     assert "3 runs: 1 diverged, 2 to be submitted" in said
+
+
+#: Another value for every key of a cluster.
+CHANGED = {
+    "partition": "long",
+    "account": "maths",
+    "qos": "night",
+    "constraint": "a100",
+    "nodes": 2,
+    "tasks_per_node": 2,
+    "gpus_per_node": 1,
+    "cpus_per_task": 2,
+    "mem": "8G",
+    "time": "90",
+    "signal_before_end_s": 60,
+    "requeue": False,
+    "max_restarts": 1,
+    "max_timeouts": 1,
+    "array_parallelism": 2,
+    "modules": ["cuda/12.10"],
+    "container": "apptainer exec image.sif",
+    "environment": {"A": "b"},
+    "sbatch": {"nice": "100"},
+}
+
+
+def asked(found: cluster.ClusterConfig, folder: Path) -> tuple[str, TrainingJob]:
+    """What SLURM is asked for three runs, and what a run's job does."""
+    task = submission.Task(0, "77", "", "", [])
+    folder.mkdir(exist_ok=True)
+    submission.Submission(folder, "2026-01-01T00:00:00+00:00", "", dataclasses.asdict(found), "77", [task]).write()
+    return submit.script(found, 3, None, folder), TrainingJob.of(folder, 0)
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_every_key_of_a_cluster_does_something(tmp_path, key):
+    usual = cluster.cluster_config([])
+    assert {entry.name for entry in dataclasses.fields(usual)} == CHANGED.keys()
+    other = dataclasses.replace(usual, **{key: CHANGED[key]})
+    assert asked(other, tmp_path / "jobs") != asked(usual, tmp_path / "jobs")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("tasks_per_node=0", "cluster.tasks_per_node must be at least 1; got 0"),
+        ("array_parallelism=0", "cluster.array_parallelism must be at least 1; got 0"),
+        ("max_timeouts=-1", "cluster.max_timeouts must be at least 0; got -1"),
+        ("signal_before_end_s=0", "cluster.signal_before_end_s must be at least 1; got 0"),
+        (
+            "time=2",
+            "cluster.signal_before_end_s=120 is no less than cluster.time=2, of 120 s: the run would be stopped",
+        ),
+    ],
+)
+def test_numbers_that_would_be_taken_for_none_are_refused(word, message):
+    with pytest.raises(RunError) as refused:
+        cluster.cluster_config([f"cluster.{word}"])
+    assert str(refused.value).startswith(message)
