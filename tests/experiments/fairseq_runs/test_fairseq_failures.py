@@ -244,7 +244,8 @@ def flip_a_bit(path: Path) -> None:
     """Of a weight, in the middle of the file, where neither torch nor fairseq looks."""
     content = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda part: part.file_size)
+        tensors = [part for part in archive.infolist() if "/data/" in part.filename]
+        largest = max(tensors, key=lambda part: part.file_size)
     content[largest.header_offset + 200 + largest.file_size // 2] ^= 0x40
     path.unlink()  # the others of the run may be this very file
     path.write_bytes(content)
@@ -257,7 +258,7 @@ def test_a_flipped_bit_of_a_weight_is_no_checkpoint_of_fairseq_s(
     shutil.copytree(whole, run.path)
     best = run.checkpoints / "checkpoint_best.pt"
     flip_a_bit(best)
-    assert torch.load(best, weights_only=True)["cfg"]  # which torch takes
+    assert torch.load(best, weights_only=False)["cfg"]  # which torch takes
     assert evaluate([str(run.path), "--split", "test"]) == 1
     assert f"checkpoint {best} cannot be read: its part " in capfd.readouterr().err
     last = run.checkpoints / "checkpoint_last.pt"
