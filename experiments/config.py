@@ -1,8 +1,9 @@
 """The shape of a configuration: its sections, their types, and its resolution. Unknown keys are refused."""
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,6 +14,7 @@ from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, AnyNode, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -120,6 +122,10 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
 
+# Names, which are read as they are written.
+_TEXTS = ("label", "paths.data", "paths.runs", "wandb.entity", "wandb.project")
+
+
 def register() -> None:
     """Makes the shape known to Hydra under the name that configs/train.yaml refers to.
 
@@ -209,6 +215,44 @@ def resolve(config: DictConfig, unchanged: Mapping[str, Any] | None = None) -> d
     return whole
 
 
+def refuse_ignored(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuses words that would be taken for something else, or that nothing would take.
+
+    These are texts that Hydra reads as numbers (`paths.runs=2026_12`), and rates beside what sets the rate; one that
+    stands in an experiment's file is not meant.
+
+    Args:
+        config: composed with the overrides, unresolved: what looks a rate up still says where.
+        overrides: the words after `python -m experiments.train` that made it.
+
+    Raises:
+        RunError: says which word, and what sets the rate.
+    """
+    given = [(word, *word.lstrip("+").partition("=")[::2]) for word in overrides]
+    for word, key, value in given:
+        if key in _TEXTS and str(read := _element(word)) != value.strip() and isinstance(read, int | float):
+            raise RunError(f"{word}: Hydra reads {value} as the number {read}; write \"{key}='{value}'\"")
+    section = OmegaConf.select(config, "optimizer")
+    rate = OmegaConf.to_container(section, resolve=False).get("lr") if OmegaConf.is_dict(section) else None  # type: ignore[union-attr]
+    of_rate = [
+        word for word, key, value in given if key == "optimizer.lr" or (key, "lr" in value) == ("optimizer", True)
+    ]
+    if OmegaConf.select(config, "init_from") is not None and of_rate and rate is not None:
+        raise RunError(
+            f"{of_rate[-1]}: this run begins with another one's weights, and init_from.rate says its rate (times that "
+            "one's last): give init_from.rate, or leave the word out"
+        )
+    of_table = [word for word, key, _ in given if key.partition(".")[0] == "learning_rates"]
+    if of_table and "learning_rates" not in str(rate):
+        raise RunError(f"{of_table[-1]}: this run's rate is optimizer.lr={rate}, not of that table: give optimizer.lr")
+
+
+def _element(word: str) -> Any:
+    with suppress(HydraException):
+        return OverridesParser.create().parse_override(word).value()
+    return None
+
+
 def origin(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The run whose last weights a run begins with, as `init_from` of its resolved configuration names it.
 
@@ -223,7 +267,9 @@ def origin(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     words = [*config["init_from"]["overrides"], f"seed={config['init_from']['seed']}"]
     kept = GlobalHydra.instance().hydra  # this may be a run of Hydra's, which goes on afterwards
     try:
-        resolved = resolve(compose(words))
+        composed = compose(words)
+        refuse_ignored(composed, words)
+        resolved = resolve(composed)
     finally:
         GlobalHydra.instance().hydra = kept
     for key in NOT_IDENTITY:
@@ -245,7 +291,10 @@ def _origin_hash(overrides: tuple[str, ...], seed: int) -> str:
 
 
 def _whole_numbers(node: Any, known: Collection[str] = ()) -> None:
-    """Makes 7 of 7.0 where a key takes any type: both are one run, so what is looked up by them has to be one word."""
+    """Makes 7 of 7.0 where a key takes any type: both are one run, so what is looked up by them has to be one word.
+
+    A float of 2^53 or more, such as a rate of 1e30, is no count: torch takes an int of more than 64 bits nowhere.
+    """
     if node._is_none() or node._is_missing() or node._is_interpolation():
         return
     keys = node if isinstance(node, DictConfig) else range(len(node))
@@ -256,7 +305,7 @@ def _whole_numbers(node: Any, known: Collection[str] = ()) -> None:
         if isinstance(child, DictConfig | ListConfig):
             _whole_numbers(child)
         elif isinstance(child, AnyNode) and isinstance(value := child._value(), float) and value.is_integer():
-            child._set_value(int(value))
+            child._set_value(int(value) if abs(value) < 2**53 else value)
 
 
 def _read(config: DictConfig, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,6 +341,8 @@ def _check(config: dict[str, Any]) -> None:
     origin_keys = () if config["init_from"] is None else ("overrides", "rate", "seed")
     if missing := [key for key in origin_keys if key not in config["init_from"]]:
         raise RunError(f"init_from.{missing[0]} is missing; configs/train.yaml says what it is")
+    if config["init_from"] is not None:
+        _check_origin(config["init_from"])
     _choice("protocol.mean_over", protocol["mean_over"], ["samples", "batches"])
     _choice("wandb.mode", config["wandb"]["mode"], ["offline", "online"])
     for key, least in (("max_epochs", 1), ("devices", 1), ("num_nodes", 1), ("accumulate_grad_batches", 1)):
@@ -319,6 +370,19 @@ def _check(config: dict[str, Any]) -> None:
         )
     if protocol["select_on"] == "test" and not protocol["test"]:
         raise RunError("protocol.select_on=test evaluates the test split each epoch; protocol.test=false forbids it")
+
+
+def _check_origin(before: dict[str, Any]) -> None:
+    known = ("overrides", "rate", "seed")
+    if further := sorted(before.keys() - {*known, "run"}):
+        raise RunError(f"there is no init_from.{further[0]}; known here are {', '.join(known)}")
+    words, rate = before["overrides"], before["rate"]
+    if not isinstance(words, list):
+        raise RunError(f"init_from.overrides must be a list of words; got {words!r}")
+    if twice := [word for word in words if str(word).lstrip("+").startswith("seed=")]:
+        raise RunError(f"init_from.overrides has {twice[0]}, and init_from.seed={before['seed']}: give it there alone")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise RunError(f"init_from.rate must be a number above 0; got {rate}")
 
 
 def _known(prefix: str, section: dict[str, Any], shape: type) -> None:

@@ -1,6 +1,7 @@
 """The exceptions for what their message explains in full: what, where and what to do."""
 
 import math
+from collections.abc import Mapping
 
 from hydra.errors import CompactHydraException
 
@@ -33,3 +34,22 @@ class Diverged(RunError):
             f"{what} became {kind} at step {step}, epoch {epoch}{at_rate}: the run has diverged. Lower optimizer.lr, "
             "warm up longer, or clip the gradient (trainer.gradient_clip_norm)"
         )
+
+
+def check_finite(metrics: Mapping[str, float], what: str, step: int, epoch: int, rate: float | None = None) -> None:
+    """Refuses metrics that are NaN or infinite.
+
+    Args:
+        metrics: by their names.
+        what: they are of: a split ("train", "val" or "test").
+        step: optimizer steps made.
+        epoch: epochs finished.
+        rate: the learning rate, where it is known.
+
+    Raises:
+        Diverged: names the first of them.
+    """
+    words = {"train": "training", "val": "validation"}.get(what, what)
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise Diverged.at(f"the {words} {name}", value, step, epoch, rate)

@@ -2,9 +2,9 @@
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +19,12 @@ from .files import explain_full_disk, write_atomic
 from .runners import lightning
 from .runners.checkpoints import read_checkpoint
 from .runners.classifier import Classifier
-from .runners.run_dir import RunDir, read_config
+from .runners.run_dir import RunDir, read_config, read_record
 
 # Another machine, device or number of threads rounds differently; a thousandth is beyond rounding.
 TOLERANCE = 1e-3
+# What the config.yaml of every run has had from the first on.
+SECTIONS = ("experiment", "seed", "data", "model", "attention", "optimizer", "trainer", "protocol", "paths")
 Numbers = dict[str, float]
 
 
@@ -113,6 +115,8 @@ def _finished(folder: Path, data: Path | str | None) -> tuple[dict[str, Any], di
     if not (folder / "config.yaml").is_file():
         raise RunError(f"{folder} is not a run's folder: it has no config.yaml")
     config = read_config(folder)
+    if missing := [name for name in SECTIONS if name not in config]:
+        raise RunError(f"{folder / 'config.yaml'} has no {missing[0]}: remove it and give the run's command again")
     config.setdefault("engine", "lightning")
     run = RunDir(folder, config, "")
     if not run.finished:
@@ -143,8 +147,9 @@ def _tolerance(metric: str) -> float:
 
 
 def _command(folder: Path) -> str:
-    card = folder / "run.json"
-    return json.loads(card.read_text(encoding="utf-8"))["command"] if card.is_file() else "unknown"
+    with suppress(RunError):  # no card, or a damaged one
+        return str(read_record(folder / "run.json").get("command", "unknown"))
+    return "unknown"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

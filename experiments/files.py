@@ -4,10 +4,13 @@ import errno
 import json
 import math
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from .errors import RunError
 
@@ -92,3 +95,28 @@ def full_disk(error: OSError, what: str) -> str:
     """The sentence for such an error."""
     where = f" ({error.filename})" if error.filename else ""
     return f"the disk is full, or its quota used up{where}: {what}. Free some space and give the same command again"
+
+
+def check_sums(path: Path) -> None:
+    """Looks at the checksums of a file that torch.save has written; torch.load does not: a flipped bit is a weight.
+
+    A file of another kind, as old versions of torch write, has none.
+
+    Raises:
+        ValueError: names the part that is damaged.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"its part {damaged} is damaged")
+
+
+class TextLoader(yaml.SafeLoader):
+    """Reads every plain value of a YAML file as the text that is written; null is null, and anchors are merged."""
+
+
+TextLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("merge", "null")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ from rich.progress import track
 
 from .command import finish
 from .errors import RunError
-from .runners.run_dir import read_config, read_record
+from .runners.run_dir import identity, read_config, read_record
 
 Cell = tuple[int | None, str]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run's best validation loss, and its best validation accuracy."""
+    """One run's best validation loss, and its best validation accuracy; `settings` are all others of its identity."""
 
     patch_size: int | None
     attention: str
@@ -36,6 +36,7 @@ class Trial:
     seed: int
     loss: float
     accuracy: float
+    settings: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def read_trials(folder: Path) -> list[Trial]:
                     # Runs of before NaN stopped a run have it among their losses, as NaN or null.
                     min((loss for loss in losses if loss is not None and not math.isnan(loss)), default=math.inf),
                     math.nan if diverged else max(row["accuracy"] for row in rows),
+                    frozenset(_settings(identity(config))),
                 )
             )
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -85,13 +87,34 @@ def read_trials(folder: Path) -> list[Trial]:
     return trials
 
 
+def _settings(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and values but for the rate and the seed."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _settings(value, f"{key}.")
+        elif key not in ("optimizer.lr", "seed"):
+            yield key, str(value)
+
+
 def candidates(trials: Iterable[Trial]) -> dict[Cell, list[Candidate]]:
     """All rates of each (patch size or None, attention), the chosen one first.
 
     Raises:
-        RunError: where a rate was tried on other seeds than its rivals, so that their means cannot be compared, or
-            none is left that trains.
+        RunError: where a rate was tried on other seeds than its rivals, or in runs that differ in more than that, so
+            that their means cannot be compared, or none is left that trains.
     """
+    trials = list(trials)
+    first: dict[Cell, Trial] = {}
+    for trial in trials:
+        other = first.setdefault((trial.patch_size, trial.attention), trial)
+        if differing := sorted(dict(trial.settings ^ other.settings)):
+            key = differing[0]
+            values = sorted(str(dict(one.settings).get(key)) for one in (trial, other))
+            raise RunError(
+                f"{_words((trial.patch_size, trial.attention))}: its rates were tried with {key}={values[0]} and "
+                f"{key}={values[1]}: move the runs of one of them away"
+            )
     cells: dict[Cell, dict[float, dict[int, Trial]]] = defaultdict(lambda: defaultdict(dict))
     for trial in trials:
         if cells[trial.patch_size, trial.attention][trial.rate].setdefault(trial.seed, trial) != trial:

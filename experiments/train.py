@@ -27,9 +27,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .command import end_with_the_sweep, is_orphan
-from .config import CONFIGS, in_one_sentence, register, resolve
+from .config import CONFIGS, in_one_sentence, refuse_ignored, register, resolve
 from .errors import Diverged, RunError
-from .runners.run_dir import RUN_FOLDER, RunDir, process_rank, read_config, train_command
+from .runners.run_dir import (
+    RUN_FOLDER,
+    RunDir,
+    process_rank,
+    read_config,
+    refuse_left_over_rank,
+    train_command,
+)
 
 INTERRUPTED = 128 + signal.SIGINT
 # The metrics of a result that are told, the first that it has, and their digits.
@@ -69,12 +76,14 @@ def execute(config: DictConfig, overrides: Sequence[str]) -> Outcome:
     Raises:
         RunError: for what the user can put right; no folder has been made where the configuration was at fault.
     """
+    refuse_ignored(config, overrides)
     resolved = resolve(config)
     return _train(resolved, RunDir.of(resolved), overrides)
 
 
 def _train(resolved: dict[str, Any], run: RunDir, overrides: Sequence[str]) -> Outcome:
     """Trains a run, unless it is finished."""
+    refuse_left_over_rank(resolved["trainer"])
     if run.finished:
         result = run.result()
         say(f"finished already, nothing to do: {run.path}: {_in_words_if_whole(result, run)}; {_longer(resolved)}")

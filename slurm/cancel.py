@@ -12,8 +12,8 @@ from experiments.command import finish
 from experiments.errors import RunError
 from experiments.train import say
 
-from .queue import cancel, owner, read_jobs
-from .selection import SubmittedRun, select
+from .queue import cancel
+from .selection import SubmittedRun, read_jobs_of, select
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def alive_tasks(words: Sequence[str]) -> list[SubmittedRun]:
     """The tasks of the selected runs that are queued or run."""
     tasks = [task for run in select(words) for task in run.tasks]
-    if not tasks:
-        return []
-    jobs = read_jobs([task.job_id for task in tasks], {owner(task.submission.folder) for task in tasks})
+    jobs = read_jobs_of(tasks)
     return [task for task in tasks if task.job_id in jobs and jobs[task.job_id].alive]
 
 
@@ -53,7 +51,8 @@ def _cancel(tasks: Sequence[SubmittedRun], yes: bool) -> int:
         if input(f"cancel these {len(tasks)} jobs? [y/N] ").strip().lower() not in ("y", "yes"):
             say("nothing is cancelled")
             return 2
-    cancel([task.job_id for task in tasks])
+    for cluster in {task.submission.cluster_name for task in tasks}:
+        cancel([task.job_id for task in tasks if task.submission.cluster_name == cluster], cluster)
     for task in tasks:
         task.note_cancelled()
     say(f"cancelled: {len(tasks)} jobs")

@@ -11,13 +11,23 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.overrides_parser import (
+    CommonTokenStream,
+    InputStream,
+    OverrideLexer,
+    OverrideParser,
+    OverridesParser,
+    create_functions,
+)
+from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import CONFIGS, composing
 from experiments.errors import RunError
+from experiments.files import TextLoader
 from experiments.runners.run_dir import override
 
 from .queue import run
@@ -56,6 +66,105 @@ class ClusterConfig:
     def minutes(self) -> int:
         """The time limit in minutes, rounded up."""
         return minutes(self.time)
+
+
+_LEAST = {
+    "nodes": 1,
+    "tasks_per_node": 1,
+    "gpus_per_node": 0,
+    "cpus_per_task": 1,
+    "signal_before_end_s": 1,
+    "max_restarts": 0,
+    "max_timeouts": 0,
+    "array_parallelism": 1,
+}
+# The maps of a cluster whose values are text; in `sbatch` true and false are flags.
+_TEXTS = ("environment", "sbatch")
+# What the suite says to sbatch itself, and the key by which it is told. Another value would be taken in silence, and
+# what depends on it (the processes of a run, its logs, how its jobs are found and stopped) would not know.
+_LOGS = "jobs write into the submission's folder, where slurm.status looks"
+_SET_HERE = {
+    "partition": "give cluster.partition",
+    "account": "give cluster.account",
+    "qos": "give cluster.qos",
+    "constraint": "give cluster.constraint",
+    "nodes": "give cluster.nodes",
+    "ntasks": "give cluster.nodes and cluster.tasks_per_node",
+    "ntasks-per-node": "give cluster.tasks_per_node",
+    "gpus-per-node": "give cluster.gpus_per_node",
+    "cpus-per-task": "give cluster.cpus_per_task",
+    "cpus-per-gpu": "give cluster.cpus_per_task",
+    "mem": "give cluster.mem",
+    "time": "give cluster.time",
+    "signal": "give cluster.signal_before_end_s",
+    "requeue": "give cluster.requeue",
+    "no-requeue": "give cluster.requeue",
+    "array": "the runs are the array; give cluster.array_parallelism for how many at the same time",
+    "output": _LOGS,
+    "error": _LOGS,
+    "open-mode": _LOGS,
+    "job-name": "jobs are found by the name that the suite gives them",
+    "export": "give cluster.environment",
+    "export-file": "give cluster.environment",
+    "chdir": "runs are trained in the repository's folder",
+    "wrap": "the job's script is the suite's",
+    "test-only": "give --dry-run",
+    "parsable": "the suite reads what sbatch prints",
+    "quiet": "the suite reads what sbatch prints",
+    "wait": "slurm.submit does not wait; slurm.status --watch does",
+    "clusters": "it would submit to a cluster that squeue is not asked of: set SLURM_CLUSTERS in your environment; all "
+    "of SLURM's commands read it",
+}
+_SHORT = {
+    "p": "partition",
+    "A": "account",
+    "q": "qos",
+    "C": "constraint",
+    "N": "nodes",
+    "n": "ntasks",
+    "c": "cpus-per-task",
+    "t": "time",
+    "a": "array",
+    "o": "output",
+    "e": "error",
+    "J": "job-name",
+    "D": "chdir",
+    "Q": "quiet",
+    "W": "wait",
+    "M": "clusters",
+    "G": "gpus",
+}
+# Further options that ask for what a key asks for; where that key is null or 0 they may.
+_INSTEAD = {
+    "mem-per-cpu": ("mem", None),
+    "mem-per-gpu": ("mem", None),
+    "gpus": ("gpus_per_node", 0),
+    "gpus-per-task": ("gpus_per_node", 0),
+    "gpus-per-socket": ("gpus_per_node", 0),
+}
+
+
+def _check_sbatch(cluster: ClusterConfig) -> None:
+    """Refuses options of sbatch that say something else than the cluster's keys, or than what the suite relies on.
+
+    Raises:
+        RunError: says what to give in their place.
+    """
+    for key, value in cluster.sbatch.items():
+        name = str(key).lstrip("-").replace("_", "-")
+        name = _SHORT.get(name, name)
+        # sbatch takes the beginning of an option for the whole.
+        whole = [one for one in _SET_HERE if len(name) > 1 and one.startswith(name)]
+        if name in _SET_HERE or (whole and name not in _INSTEAD):
+            raise RunError(f"cluster.sbatch.{key} cannot be given: {_SET_HERE.get(name) or _SET_HERE[whole[0]]}")
+        instead, unset = _INSTEAD.get(
+            name, ("gpus_per_node", 0) if name == "gres" and "gpu" in str(value) else (None, None)
+        )
+        if instead is not None and getattr(cluster, instead) != unset:
+            raise RunError(
+                f"cluster.sbatch.{key} and cluster.{instead}={getattr(cluster, instead)} ask for the same in two ways: "
+                f"give cluster.{instead}={'null' if unset is None else unset} with it, or leave it out"
+            )
 
 
 @dataclass
@@ -107,15 +216,22 @@ def cluster_config(words: Sequence[str]) -> ClusterConfig:
     except (HydraException, OmegaConfBaseException) as error:
         raise RunError(" ".join(str(error).split())) from error
     assert isinstance(found, ClusterConfig)
-    for key, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("max_restarts", 0)):
-        if getattr(found, key) < least:
-            raise RunError(f"cluster.{key} must be at least {least}; got {getattr(found, key)}")
-    if other := {"clusters", "M"} & found.sbatch.keys():
+    _check_sbatch(found)
+    for name in found.environment:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise RunError(
+                f"cluster.environment.{name}: {name!r} is no name of a variable; the job's shell would refuse it"
+            )
+    for key, least in _LEAST.items():
+        value = getattr(found, key)
+        if value is not None and value < least:
+            raise RunError(f"cluster.{key} must be at least {least}; got {value}")
+    seconds = 60 * found.minutes  # 0 is without a limit
+    if 0 < seconds <= found.signal_before_end_s:
         raise RunError(
-            f"cluster.sbatch.{other.pop()} would submit to a cluster that squeue is not asked of: set SLURM_CLUSTERS "
-            "in your environment; all of SLURM's commands read it"
+            f"cluster.signal_before_end_s={found.signal_before_end_s} is no less than cluster.time={found.time}, of "
+            f"{seconds} s: the run would be stopped as soon as it starts"
         )
-    found.minutes  # noqa: B018  # refuses what is no time
     return found
 
 
@@ -123,23 +239,34 @@ def _is_text(key: str) -> bool:
     """Whether a key of a cluster is read as it is written: `time`, `modules`, `environment.NAME`."""
     section, _, name = key.partition(".")
     if name:
-        return section in ("environment", "sbatch")
+        return section in _TEXTS
     return any(entry.name == key and "str" in str(entry.type) for entry in fields(ClusterConfig))
 
 
+class _AsWritten(HydraOverrideVisitor):
+    """Reads what Hydra takes for a number or a truth value as the text that it is written as, in lists and maps too."""
+
+    def __init__(self, flags: bool) -> None:
+        super().__init__(create_functions())
+        self.flags = flags  # whether true and false stay what they are
+
+    def visitPrimitive(self, ctx: OverrideParser.PrimitiveContext) -> Any:
+        value = super().visitPrimitive(ctx)
+        if not isinstance(value, int | float) or (self.flags and isinstance(value, bool)):
+            return value
+        return QuotedString(ctx.getText().strip(), Quote.single)
+
+
 def _as_text(word: str) -> str:
-    """A word about a key that is text, quoted where Hydra would read its value as something else: 1_000, 1e3, true."""
-    key, _, value = word.partition("=")
+    """A word about a key that is text, with quotes where Hydra would read it as something else: 1_000, 1e3, true."""
     parsed = OverridesParser.create().parse_override(word)
-    plain = parsed.value()
-    name = key.lstrip("+").removeprefix("cluster.")
-    if (
-        not _is_text(name)
-        or not isinstance(plain, int | float)
-        or (name.startswith("sbatch.") and isinstance(plain, bool))
-    ):
+    name = parsed.key_or_group.removeprefix("cluster.")
+    if not (_is_text(name) or name in _TEXTS) or parsed.is_sweep_override() or parsed.is_delete():
         return word
-    return f"{key}='{value.strip()}'"
+    lexer = OverrideLexer(InputStream(word))
+    tree = OverrideParser(CommonTokenStream(lexer)).override()
+    value = _AsWritten(name.partition(".")[0] == "sbatch").visit(tree)._value
+    return f"{word.partition('=')[0]}={Override._get_value_element_as_str(value)}"
 
 
 def _names(words: Sequence[str]) -> list[str]:
@@ -157,7 +284,7 @@ def _names(words: Sequence[str]) -> list[str]:
 def _contents(name: str) -> Iterator[tuple[Path, Any]]:
     for file in (CONFIGS / "cluster" / f"{name}.yaml", CONFIGS / "local" / "cluster" / f"{name}.yaml"):
         if file.is_file():
-            yield file, yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
+            yield file, yaml.load(file.read_text(encoding="utf-8"), TextLoader)
 
 
 def _check_texts(name: str) -> None:
@@ -177,9 +304,9 @@ def _check_texts(name: str) -> None:
 
 def _leaves(written: Any, read: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Key, text and value of a file's plain values, the same file read once as text and once as YAML does."""
-    if len(written) != len(read):  # anchors that are merged
-        return
-    for (key, text), value in zip(written.items(), read.values(), strict=True):
+    values = {str(key): value for key, value in read.items()}
+    for key, text in written.items():
+        value = values.get(key)
         if isinstance(text, dict) and isinstance(value, dict):
             yield from _leaves(text, value, f"{prefix}{key}.")
         elif isinstance(text, list) and isinstance(value, list):

@@ -13,28 +13,35 @@ from pathlib import Path
 
 from experiments.errors import RunError
 
-# States in which SLURM still has something to do for a job; all others are ends.
-ALIVE = frozenset(
+# States that are ends. Whatever else SLURM says of a job is something that it has still to do: each version has further
+# words for that, and a job that is taken for ended is submitted a second time.
+ENDS = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
+    }
+)
+WAITING = frozenset(
     {
         "PENDING",
         "CONFIGURING",
-        "RUNNING",
-        "SUSPENDED",
-        "STOPPED",
-        "SIGNALING",
-        "STAGE_OUT",
-        "COMPLETING",
+        "EXPEDITING",
         "REQUEUED",
         "REQUEUE_FED",
         "REQUEUE_HOLD",
         "SPECIAL_EXIT",
-        "RESIZING",
         "RESV_DEL_HOLD",
     }
 )
-WAITING = frozenset(
-    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-)
+# The state, in a word of ours, of a job that squeue does not list and whose cluster cannot be asked.
+NOT_ASKED = "NOT_ASKED"
 _CHANGES_THE_FORM = re.compile(r"(SQUEUE|SACCT|SCANCEL)_|SLURM_TIME_FORMAT")
 TIMEOUT_S = 30.0
 # Job ids in one command: a command line has a longest length.
@@ -58,6 +65,7 @@ class Job:
         restarts: how often it has been requeued, as far as the queue still knows.
         nodes: where it runs or ran.
         reason: why it waits, in SLURM's word, or why it ended.
+        listed: whether squeue lists it; else the accounts alone know it.
     """
 
     id: str
@@ -65,11 +73,12 @@ class Job:
     restarts: int = 0
     nodes: str = ""
     reason: str = ""
+    listed: bool = True
 
     @property
     def alive(self) -> bool:
         """Whether it is queued or runs."""
-        return self.state in ALIVE
+        return self.state not in ENDS
 
     @property
     def waiting(self) -> bool:
@@ -77,21 +86,23 @@ class Job:
         return self.state in WAITING
 
 
-def read_queue(users: Collection[str] = ()) -> dict[str, Job]:
+def read_queue(users: Collection[str] = (), cluster: str | None = None) -> dict[str, Job]:
     """The jobs of the queue by id, with those that ended in the last minutes, which `squeue` still lists.
 
     Args:
         users: whose jobs; one's own where none is given.
+        cluster: whose queue, of a site with several; None for that which SLURM's commands ask by themselves.
 
     Raises:
         SlurmError: where there is no SLURM, or it does not answer.
     """
     whose = f"--user={','.join(sorted(users))}" if users else "--me"
     words = ["squeue", "--noheader", "--array", "--states=all", whose, f"--Format={','.join(_SQUEUE_FIELDS)}"]
+    words += _of_cluster(cluster)
     jobs = {}
     for line in run(words).splitlines():
         cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) < len(_SQUEUE_FIELDS):
+        if len(cells) < len(_SQUEUE_FIELDS) or not cells[0][:1].isdigit():
             continue
         base, tasks, state, restarts, nodes, reason = cells[: len(_SQUEUE_FIELDS)]
         # Versions differ in whether the first field is the array's id or the task's.
@@ -99,6 +110,10 @@ def read_queue(users: Collection[str] = ()) -> dict[str, Job]:
             count = int(restarts) if restarts.isdigit() else 0
             jobs[identifier] = Job(identifier, state, count, nodes, "" if reason == "None" else reason)
     return jobs
+
+
+def _of_cluster(name: str | None) -> list[str]:
+    return [] if name is None else [f"--clusters={name}"]
 
 
 def owner(folder: Path) -> str:
@@ -109,8 +124,8 @@ def owner(folder: Path) -> str:
         return str(folder.stat().st_uid)
 
 
-def read_accounts(job_ids: Collection[str]) -> dict[str, Job]:
-    """The last state of jobs by the accounts; nothing where the cluster keeps none.
+def read_accounts(job_ids: Collection[str], cluster: str | None = None) -> dict[str, Job]:
+    """The last state of jobs, whosever, by the accounts of a cluster; nothing where it keeps none.
 
     Raises:
         SlurmError: where the accounts do not answer in time.
@@ -118,10 +133,12 @@ def read_accounts(job_ids: Collection[str]) -> dict[str, Job]:
     jobs: dict[str, Job] = {}
     ids = sorted(set(job_ids))
     for start in range(0, len(ids), AT_ONCE):
-        for identifier, state, nodes, code in _read_sacct(f"--jobs={','.join(ids[start : start + AT_ONCE])}"):
+        for identifier, state, nodes, code in _read_sacct(
+            "--allusers", f"--jobs={','.join(ids[start : start + AT_ONCE])}", *_of_cluster(cluster)
+        ):
             state, _, by = state.partition(" ")  # "CANCELLED by 1000"
             for one in expand(identifier):
-                jobs[one] = Job(one, state, nodes=nodes, reason=f"{by} exit code {code}".strip())
+                jobs[one] = Job(one, state, nodes=nodes, reason=f"{by} exit code {code}".strip(), listed=False)
     return jobs
 
 
@@ -163,27 +180,46 @@ def find_by_name(name: str, since: str) -> str | None:
     return min(ids, key=int) if ids else None
 
 
-def read_jobs(job_ids: Collection[str], users: Collection[str] = ()) -> dict[str, Job]:
+def read_jobs(job_ids: Collection[str], users: Collection[str] = (), cluster: str | None = None) -> dict[str, Job]:
     """What is known of these jobs: from the queue, and from the accounts for those that it no longer lists.
+
+    Args:
+        job_ids: of the jobs.
+        users: whose jobs; one's own where none is given.
+        cluster: that sbatch has named beside their ids. Some sites' wrappers print a name that squeue does not know:
+            then it is asked without, and jobs that it does not list are `NOT_ASKED`.
 
     Raises:
         SlurmError: where there is no SLURM, or it does not answer.
     """
-    queue = read_queue(users)
+    try:
+        queue, refusal = read_queue(users, cluster), ""
+    except SlurmTimeoutError:
+        raise
+    except SlurmError as error:
+        if cluster is None:
+            raise
+        queue, refusal, cluster = read_queue(users), str(error), None
     gone = [one for one in job_ids if one not in queue]
-    known = queue | (read_accounts({one.partition("_")[0] for one in gone}) if gone else {})
+    known = queue | (read_accounts({one.partition("_")[0] for one in gone}, cluster) if gone else {})
+    if refusal:
+        known = {one: Job(one, NOT_ASKED, reason=refusal, listed=False) for one in job_ids} | known
     return {one: known[one] for one in job_ids if one in known}
 
 
-def cancel(job_ids: Sequence[str]) -> None:
+def cancel(job_ids: Sequence[str], cluster: str | None = None) -> None:
     """Takes jobs and single tasks of arrays out of the queue, or ends them; those that are gone by now do no harm.
+
+    Args:
+        job_ids: of the jobs and tasks.
+        cluster: that sbatch has named beside their ids.
 
     Raises:
         SlurmError: where SLURM refuses.
     """
     for start in range(0, len(job_ids), AT_ONCE):
         try:
-            run(["scancel", *job_ids[start : start + AT_ONCE]])
+            run(["scancel", *_of_cluster(cluster), *job_ids[start : start + AT_ONCE]])
         except SlurmError as error:
             if not re.search(r"already complet|Invalid job id|does not exist", str(error)):
                 raise

@@ -1,6 +1,6 @@
 """Which runs a command is about: the words of a sweep, or a submission, and the jobs that were submitted for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from experiments.config import CONFIGS, compose
 from experiments.errors import RunError
 
 from .cluster import split
+from .queue import Job, owner, read_jobs
 from .submission import Submission, Task, read_events, record_event, submissions
 from .sweep import plan
 
@@ -31,6 +32,11 @@ class SubmittedRun:
         logs = sorted(self.submission.folder.glob(f"{self.job_id}_*log.err"), key=lambda path: path.stat().st_mtime)
         return logs[-1] if logs else None
 
+    @property
+    def site(self) -> tuple[str | None, str]:
+        """The cluster that its job is of, where sbatch named one, and its submitter: of these squeue is asked."""
+        return self.submission.cluster_name, owner(self.submission.folder)
+
     def events(self) -> list[dict[str, Any]]:
         """What happened to the job, the oldest first."""
         return read_events(self.submission.folder, self.task.index)
@@ -38,6 +44,24 @@ class SubmittedRun:
     def note_cancelled(self) -> None:
         """Records a cancellation: a cluster without accounts forgets it within minutes."""
         record_event(self.submission.folder, self.task.index, "cancelled", job_id=self.job_id)
+
+
+def read_jobs_of(tasks: Iterable[SubmittedRun]) -> dict[str, Job]:
+    """What SLURM knows of the jobs of submitted runs, each asked of its own cluster.
+
+    Raises:
+        SlurmError: where there is no SLURM, or it does not answer.
+    """
+    ids: dict[str | None, list[str]] = {}
+    users: dict[str | None, set[str]] = {}
+    for task in tasks:
+        cluster, user = task.site
+        ids.setdefault(cluster, []).append(task.job_id)
+        users.setdefault(cluster, set()).add(user)
+    jobs: dict[str, Job] = {}
+    for cluster in ids:
+        jobs |= read_jobs(ids[cluster], users[cluster], cluster)
+    return jobs
 
 
 @dataclass(frozen=True)

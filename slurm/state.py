@@ -15,8 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .queue import Job
+from .queue import NOT_ASKED, Job
 from .selection import SelectedRun, SubmittedRun
+from .submission import UNCLEAR_S
 
 # In the order of the summary. "lost" ended without a word: killed, or its node failed.
 STATES = (
@@ -172,6 +173,8 @@ def _judge(
         return str(wrote), message
     if task is None and not by_hand:
         return _judge_without_job(wrote, last)
+    if task is not None and job is None and wrote is None and not event and task.submission.age_s < UNCLEAR_S:
+        return "pending", "not to be seen in the queue yet"
     end = job.state if job is not None else None
     if event.get("event") == "cancelled" or (end or "").startswith("CANCELLED"):
         return "cancelled", ""
@@ -207,13 +210,17 @@ def _judge_alive(job: Job, wrote: str | None, message: str, event: dict[str, Any
         if why == "preempted" or (not why and wrote == "interrupted"):
             return "preempted", job.reason
         return "requeued", "; ".join(word for word in (why, job.reason) if word)
+    if job.state == NOT_ASKED:
+        return wrote or "unknown", f"its cluster could not be asked ({job.reason})"
     if job.state in ("SUSPENDED", "STOPPED"):
         return "suspended", ""
     if wrote in _RAISED:
         return str(wrote), message
     if wrote == "interrupted":
         return "preempted", "saved; waits to be requeued"
-    return ("running", "") if wrote == "running" else ("starting", "")
+    # What runs has few names; of another one SLURM's word says more than ours.
+    detail = "" if job.state in ("RUNNING", "COMPLETING") else f"SLURM says {job.state}"
+    return ("running" if wrote == "running" else "starting"), detail
 
 
 def _judge_without_job(wrote: str | None, last: dict[str, Any] | None) -> tuple[str, str]:

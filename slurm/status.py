@@ -23,7 +23,7 @@ from experiments.errors import RunError
 from experiments.train import say
 
 from .queue import SlurmError, owner, read_jobs
-from .selection import SelectedRun, select
+from .selection import SelectedRun, read_jobs_of, select
 from .state import FAILED, OVER, STATES, RunStatus, job_by_hand, status_of
 
 COLOURS = {
@@ -43,11 +43,10 @@ def statuses(runs: Sequence[SelectedRun]) -> tuple[list[RunStatus], str | None]:
     """The states of runs, and one sentence where SLURM could not be asked for them."""
     warning, jobs = None, None
     by_hand = {job: run for run in runs if (job := job_by_hand(run)) is not None}
-    ids = [*(task.job_id for run in runs for task in run.tasks), *by_hand]
-    folders = {task.submission.folder for run in runs for task in run.tasks} | {run.folder for run in by_hand.values()}
-    users = {owner(folder) for folder in folders}
+    users = {owner(run.folder) for run in by_hand.values()}
     try:
-        jobs = read_jobs(ids, users) if ids else {}
+        submitted = read_jobs_of(task for run in runs for task in run.tasks)
+        jobs = submitted | (read_jobs(list(by_hand), users) if by_hand else {})
     except SlurmError as error:
         warning = str(error)
     return [status_of(run, jobs) for run in runs], warning

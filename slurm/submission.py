@@ -7,6 +7,7 @@ In the folder: `submission.sh`, the script; the jobs' logs; `submission.json` (`
 
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -24,6 +25,9 @@ from experiments.files import append_line, write_json
 
 FOLDER = ".submissions"
 LOCK_TIMEOUT_S = 120.0
+# So long after sbatch was asked, jobs may still appear in the queue: it may not have said whether it took them, and a
+# controller that has just been started lists them later.
+UNCLEAR_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,14 @@ class Submission:
                 if event.get("job_id"):
                     return str(event["job_id"]).partition("_")[0]
         return None
+
+    @property
+    def cluster_name(self) -> str | None:
+        """The cluster that sbatch has named beside the id, where a site has several: squeue is asked for its jobs."""
+        named = re.search(
+            r"^\s*\d+;(\S+)\s*$|\bSubmitted batch job \d+ on cluster (\S+)", self.answer or "", re.MULTILINE
+        )
+        return (named[1] or named[2]) if named else None
 
     @property
     def age_s(self) -> float:

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,12 +24,14 @@ from submitit.slurm.slurm import _make_sbatch_string
 from experiments.command import finish
 from experiments.errors import RunError
 from experiments.files import explain_full_disk
+from experiments.runners.run_dir import read_record
 from experiments.train import say
 
 from . import cluster as clusters
 from .cluster import ClusterConfig
-from .queue import SlurmError, SlurmTimeoutError, call, find_by_name, last_lines, read_queue
-from .submission import Submission, Task, new_folder, one_at_a_time, submissions
+from .queue import NOT_ASKED, Job, SlurmError, SlurmTimeoutError, call, find_by_name, last_lines, read_queue
+from .selection import SubmittedRun, read_jobs_of
+from .submission import UNCLEAR_S, Submission, Task, new_folder, one_at_a_time, submissions
 from .sweep import PlannedRun, plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,8 +43,6 @@ _OF_A_JOB = re.compile(
 )
 # sbatch waits for a busy controller in its own time; after so long it is not waited for.
 SBATCH_TIMEOUT_S = 180.0
-# So long after sbatch has failed to say whether it took the jobs, they may still appear in the queue.
-UNCLEAR_S = 600.0
 # Of what sbatch prints where it did not get an answer, and the controller may have taken the jobs all the same.
 _NO_ANSWER = re.compile(r"time[d-]? ?out|connect|contact|communicat|transmit|transport|socket|0 bytes", re.IGNORECASE)
 Parameters = dict[str, Any]
@@ -113,17 +113,74 @@ def runs_folder(runs: Sequence[PlannedRun]) -> Path:
 
 
 def states_of(runs: Sequence[PlannedRun], folder: Path) -> list[str]:
-    """ "finished", "queued" (or running) or "missing", for each run."""
-    queue = read_queue()
-    alive = {identifier for identifier, job in queue.items() if job.alive}
+    """ "finished", "queued" (or running), "diverged" or "missing", for each run."""
+    read_queue()  # one that does not answer is not an empty one
+    finished = {run.run.hash for run in runs if run.run.finished}
+    unfinished = {run.run.hash for run in runs} - finished
     queued: set[str] = set()
+    tasks: list[SubmittedRun] = []
     for submission in submissions(folder):
+        if not unfinished & {task.hash for task in submission.tasks}:
+            continue
         if submission.array_job_id is None:
             submission = _found_again(submission)
-        if submission.array_job_id is None and _may_be_queued(submission):
+        if submission.array_job_id is not None:
+            tasks += [SubmittedRun(submission, task) for task in submission.tasks if task.hash in unfinished]
+        elif _may_be_queued(submission):
             queued |= {task.hash for task in submission.tasks}
-        queued |= {task.hash for task in submission.tasks if task.job_id in alive}
-    return ["finished" if run.run.finished else "queued" if run.run.hash in queued else "missing" for run in runs]
+    queued |= _alive(tasks)
+    diverged = {run.run.hash for run in runs if run.run.hash in unfinished - queued and _has_diverged(run.run.path)}
+    if diverged:
+        names = [run.run.path.name for run in runs if run.run.hash in diverged]
+        say(
+            f"{len(diverged)} runs have diverged, and would again: {', '.join(names[:3])}{', …' * (len(names) > 3)}. "
+            "They are left out: change what slurm.status tells of them, or move their folders away to train them anew"
+        )
+    words = ((finished, "finished"), (queued, "queued"), (diverged, "diverged"))
+    return [next((word for those, word in words if run.run.hash in those), "missing") for run in runs]
+
+
+def _alive(tasks: Sequence[SubmittedRun]) -> set[str]:
+    """The hashes of the runs whose jobs are queued or run, or may be though squeue does not list them; says so."""
+    jobs = read_jobs_of(tasks)
+    alive: set[str] = set()
+    unlisted: dict[tuple[Path, str], list[str]] = {}
+    for task in tasks:
+        job = jobs.get(task.job_id)
+        if job is None or not job.listed:
+            reason = _why_alive(task, job)
+            if reason is None:
+                continue
+            unlisted.setdefault((task.submission.folder, reason), []).append(task.job_id)
+        elif not job.alive:
+            continue
+        alive.add(task.task.hash)
+    for (folder, reason), ids in unlisted.items():
+        say(
+            f"warning: squeue does not list {len(ids)} jobs of {folder} ({', '.join(ids[:3])}"
+            f"{', …' * (len(ids) > 3)}), and {reason}. Their runs count as queued"
+        )
+    return alive
+
+
+def _why_alive(task: SubmittedRun, job: Job | None) -> str | None:
+    """Why a job that squeue does not list may be there all the same; None where it has ended."""
+    if (task.events() or [{}])[-1].get("event") in ("ended", "cancelled"):
+        return None
+    if job is None:
+        left = UNCLEAR_S - task.submission.age_s
+        return f"they may appear in {left / 60:.0f} more minutes" if left > 0 else None
+    if not job.alive:
+        return None
+    if job.state == NOT_ASKED:
+        return f"its cluster {task.submission.cluster_name} cannot be asked ({job.reason})"
+    return f"sacct says {job.state}: if `sacctmgr show runawayjobs` has them, move that folder away"
+
+
+def _has_diverged(folder: Path) -> bool:
+    with suppress(RunError):  # no card, or a damaged one, which the training refuses
+        return read_record(folder / "run.json").get("state") == "diverged"
+    return False
 
 
 def _found_again(submission: Submission) -> Submission:
@@ -339,7 +396,12 @@ def dry_run(words: Sequence[str], parallelism: int | None = None) -> None:
 
 
 def _count(states: Sequence[str]) -> str:
-    words = {"finished": "finished", "queued": "queued or running", "missing": "to be submitted"}
+    words = {
+        "finished": "finished",
+        "queued": "queued or running",
+        "diverged": "diverged",
+        "missing": "to be submitted",
+    }
     return ", ".join(f"{states.count(state)} {word}" for state, word in words.items() if state in states)
 
 

@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from experiments.config import composing, resolve
+from experiments.config import composing, refuse_ignored, resolve
 from experiments.errors import RunError
 from experiments.runners.run_dir import RunDir, folders_by_hash
 
@@ -143,12 +143,15 @@ class _Planner:
         if not all(_sets_a_leaf(override, base) for override in values):
             config = copy.deepcopy(base)
             ConfigLoaderImpl._apply_overrides_to_config(values, config)
+            refuse_ignored(config, words)
             return resolve(config)
         # The same leaves are set in every run of these keys, so what an earlier run left there is overwritten.
         key = choices, tuple(override.key_or_group for override in values)
         if key not in self.shared:
             self.shared[key] = _Shared(copy.deepcopy(base), values)
-        return self.shared[key].resolved(values)
+        resolved = self.shared[key].resolved(values)
+        refuse_ignored(self.shared[key].config, words)
+        return resolved
 
     def _is_choice(self, override: Override) -> bool:
         return not isinstance(override.value(), dict) and self.loader.repository.group_exists(override.key_or_group)

@@ -6,7 +6,6 @@ and uploaded again only once it has grown or a newer attempt has begun: doing it
 """
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from experiments.command import finish
 from experiments.errors import RunError
 from experiments.files import write_json
+from experiments.runners.run_dir import read_record
 from experiments.train import say
 
 from .selection import runs_folder, select
@@ -203,7 +204,10 @@ def without_keys(words: str) -> str:
 
 
 def _read(file: Path) -> dict[str, object]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    """What a note beside a log says; nothing where it is damaged: what was uploaded is then uploaded once more."""
+    with suppress(RunError):
+        return read_record(file)
+    return {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -156,6 +156,11 @@ def _state(paths: Sequence[Path]) -> dict[str, tuple[int, int]]:
 
 def _readme(paths: Sequence[Path]) -> int:
     runs, problems = collect(paths)
+    if missing := [problem for problem in problems if problem.state == "missing"]:
+        raise RunError(f"{path_words(missing[0].folder)}: {missing[0].reason}")
+    for problem in problems:
+        words = f"{problem.state}: {problem.reason}"
+        print(f"warning: {path_words(problem.folder)} is not in this table ({words})", file=sys.stderr)
     experiments = sorted({run.experiment for run in runs})
     reported = [
         analyse(name, [run for run in runs if run.experiment == name], [p for p in problems if p.experiment == name])

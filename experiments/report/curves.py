@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,12 @@ def read_errors(run: Run, split: str) -> dict[int, float]:
     if run.diverged:
         errors = dict.fromkeys(range(1, run.last_epoch + 1), 1.0 if is_error else 0.0) | errors
     return errors
+
+
+def without_rows(runs: Iterable[Run]) -> list[Path]:
+    """Folders of finished runs whose `metrics.jsonl` is there and tells nothing: it is empty, cut or damaged."""
+    finished = [run for run in runs if not run.diverged and run.rows is None and (run.folder / METRICS).is_file()]
+    return [run.folder for run in finished if not read_errors(run, run.selected_on)]
 
 
 def draw(curves: Curves, results: Results) -> Figure:

@@ -182,6 +182,12 @@ def verdict_lines(results: Results) -> list[str]:
         lines.append(f"No softmax runs to compare with: {cells}.")
     if len({cell.attention for cell in results.cells}) == 1 and not results.alone:
         lines.append(f"Only {results.attentions[0].label} was run: there is nothing to compare.")
+    if damaged := curves.without_rows(run for cell in results.cells for run in cell.runs):
+        names = ", ".join(folder.name for folder in damaged[:3]) + ", …" * (len(damaged) > 3)
+        lines.append(
+            f"Of {len(damaged)} runs metrics.jsonl is empty or damaged ({names}): their numbers are those of "
+            "result.json."
+        )
     return lines
 
 

@@ -8,13 +8,13 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from ..config import CONFIGS, WandbConfig
 from ..errors import RunError
-from ..files import write_atomic
+from ..files import TextLoader, write_atomic
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -65,12 +65,14 @@ def load_template(path: Path = TEMPLATE) -> Template:
         RunError: for what is missing, unknown or of the wrong type.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Template), OmegaConf.load(path))
+        merged = OmegaConf.merge(
+            OmegaConf.structured(Template), OmegaConf.create(yaml.load(path.read_text(encoding="utf-8"), TextLoader))
+        )
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise RunError(f"{path}: {missing[0]} is missing")
         template = OmegaConf.to_object(merged)
-    except (OSError, OmegaConfBaseException, YAMLError) as error:
+    except (OSError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise RunError(f"{path}: {' '.join(str(error).split())}") from error
     assert isinstance(template, Template)
     for panel in (panel for section in template.sections for panel in section.panels):

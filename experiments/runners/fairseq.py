@@ -18,15 +18,15 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..errors import Diverged, RunError
+from ..errors import Diverged, RunError, check_finite
 from ..files import explain_full_disk
 from ..progress import at_work
 from . import fairseq_command as command
 from .columns import ColumnLog
-from .fairseq_events import check_finite, improves
+from .fairseq_events import improves
 from .fairseq_process import Child, exit_code
 from .origin import finished_origin
-from .recorder import Row, RunLog, close_loggers, make_loggers
+from .recorder import Row, RunLog, close_failed, close_loggers, make_loggers
 from .run_dir import RunDir, process_rank, read_record, train_command
 
 Config = dict[str, Any]
@@ -97,10 +97,14 @@ def train(config: Config, run: RunDir, shell_command: str) -> dict[str, Any]:
                 child.say("go")
                 log = RunLog(run.path, config["protocol"]["select_on"], config["logger"]["csv"], not _bar(config))
                 loggers: list[Logger] = []
-                skipped = _follow(child, log, loggers, config, run)
-                if config["trainer"]["precision"] == "fp16":
-                    known["skipped_steps"] = skipped
-                result = _sum_up(config, run, log, loggers, known)
+                try:
+                    skipped = _follow(child, log, loggers, config, run)
+                    if config["trainer"]["precision"] == "fp16":
+                        known["skipped_steps"] = skipped
+                    result = _sum_up(config, run, log, loggers, known)
+                except Exception:
+                    close_failed(loggers)
+                    raise
                 run.finish(result)
     finally:
         child.end()

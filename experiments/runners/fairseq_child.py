@@ -35,14 +35,14 @@ from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from fairseq_cli import train as program  # type: ignore[import-untyped]
 
-from ..errors import Diverged
-from ..files import sync_folder, write_atomic
+from ..errors import Diverged, check_finite
+from ..files import check_sums, sync_folder, write_atomic
 from .column_rows import Row, due
 from .fairseq_batches import DividedBatches, filled
 from .fairseq_checks import check_generation, check_lengths, check_options
 from .fairseq_columns import record_columns
 from .fairseq_events import (
-    check_finite,
+    FairseqError,
     emit,
     end_with_parent,
     explained,
@@ -289,7 +289,7 @@ class Training:
         """
         if self.history and self.history[-1]["step"] == trainer.get_num_updates():
             valid = numbers(stats)
-            check_finite(valid, "validation", self.history[-1]["step"], self.history[-1]["epoch"], trainer.get_lr())
+            check_finite(valid, "val", self.history[-1]["step"], self.history[-1]["epoch"], trainer.get_lr())
             self.history[-1]["valid"] = valid
         return self._valid_stats(cfg, trainer, stats, tracking_best)
 
@@ -330,6 +330,14 @@ class Training:
         cfg.reset_dataloader = restart
         if resumes:
             cfg.finetune_from_model = None
+        elif cfg.finetune_from_model:
+            try:
+                check_sums(Path(cfg.finetune_from_model))
+            except ValueError as error:
+                raise FairseqError(
+                    f"init_from: checkpoint {cfg.finetune_from_model} cannot be read: {error}. Remove that run's "
+                    "folder, so that it is trained again"
+                ) from error
         extra, epoch_itr = self._load(cfg, trainer, **more)
         if resumes:
             self.history[:] = extra["history"]
@@ -429,6 +437,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
+        check_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # whatever unpickling damaged bytes may raise
         return None

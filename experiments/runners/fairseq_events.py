@@ -127,24 +127,6 @@ def numbers(stats: dict[str, Any]) -> dict[str, float]:
     return known
 
 
-def check_finite(values: dict[str, float], what: str, step: int, epoch: int, rate: float | None = None) -> None:
-    """Refuses metrics that are NaN or infinite.
-
-    Args:
-        values: by their names.
-        what: they are of, "validation" for example.
-        step: updates made.
-        epoch: epochs finished.
-        rate: the learning rate, where it is known.
-
-    Raises:
-        Diverged: names the first of them.
-    """
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise Diverged.at(f"the {what} {name}", value, step, epoch, rate)
-
-
 def improves(value: float, best: float | None, highest: bool) -> bool:
     """Whether an epoch's value is better than the best so far; of equal ones the earlier stays the best."""
     if best is None or math.isnan(best):

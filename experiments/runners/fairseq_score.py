@@ -12,6 +12,7 @@ from fairseq.logging import metrics
 from fairseq.scoring.bleu import BleuConfig, Scorer
 from sacrebleu.metrics import BLEU
 
+from ..files import check_sums
 from .fairseq_events import FairseqError, emit, end_with_parent, explained, keep_digits, numbers, write_log
 
 
@@ -20,6 +21,7 @@ class Scored:
 
     def __init__(self, path: Path, request: dict[str, Any], device: torch.device) -> None:
         try:
+            check_sums(path)
             state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
         except Exception as error:  # whatever unpickling damaged bytes may raise
             reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -19,25 +19,6 @@ LOOK_EVERY = 16
 SMALLEST_SCALE = 1e-4
 
 
-def check_finite(metrics: dict[str, float], split: str, step: int, epoch: int, rate: float | None = None) -> None:
-    """Refuses metrics that are NaN or infinite.
-
-    Args:
-        metrics: of an evaluation.
-        split: what it was of, "train", "val" or "test".
-        step: optimizer steps made.
-        epoch: epochs finished.
-        rate: the learning rate, where it is known.
-
-    Raises:
-        Diverged: names the first of them.
-    """
-    words = {"train": "training", "val": "validation", "test": "test"}[split]
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise Diverged.at(f"the {words} {name}", value, step, epoch, rate)
-
-
 class FiniteNumbers(Callback):
     """Looks at the loss and the norm of the gradient of every step, on all processes.
 

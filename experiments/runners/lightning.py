@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import os
 import signal
 import sys
@@ -19,19 +20,20 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from sinkhorn_attention.diagnostics import record_attention
+from sinkhorn_attention.engines.implicit import NotConvergedError
 
 from ..config import PRECISIONS
 from ..data.base import BatchSampler, DataModule, other_data
-from ..errors import Diverged, RunError
+from ..errors import Diverged, RunError, check_finite
 from ..files import explain_full_disk, full_disk, is_full_disk
 from ..progress import at_work
 from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
 from .classifier import Classifier
 from .columns import ColumnSums, recorded_batch
-from .finite import FiniteNumbers, check_finite
+from .finite import FiniteNumbers
 from .origin import Origin
-from .recorder import Recorder, close_loggers, make_loggers
+from .recorder import Recorder, close_failed, close_loggers, make_loggers
 from .run_dir import RUN_FOLDER, RunDir, read_record
 from .stopping import TERMINATED, exit_on_signals, left_to_the_main_process, processes
 
@@ -65,9 +67,7 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
         RunError: for anything in the configuration that does not work.
     """
     quieten()
-    given = sorted(name for name in os.environ if name.startswith("PL_TRAINER_"))
-    if given:  # Lightning would take them, and the run's identity would not know
-        raise RunError(f"the environment sets {', '.join(given)}, which would change the training unseen: unset them")
+    refuse_environment()
     split, settings = config["protocol"]["select_on"], config["trainer"]
     started_by = processes(settings["devices"], settings["num_nodes"])
     data, module = build(config, None if begin is None else begin.rate)
@@ -127,6 +127,17 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
         )
         _check_shares(data, module, trainer)
     return Plan(config, data, module, trainer, recorder, numbers, checkpoints, columns)
+
+
+def refuse_environment() -> None:
+    """Refuses variables that Lightning takes for settings of every trainer that leaves them out.
+
+    Raises:
+        RunError: names them; the run's identity would not know of them.
+    """
+    given = sorted(name for name in os.environ if name.startswith("PL_TRAINER_"))
+    if given:
+        raise RunError(f"the environment sets {', '.join(given)}, which would change the numbers unseen: unset them")
 
 
 def _data_before(run: RunDir) -> dict[str, Any] | None:
@@ -225,7 +236,10 @@ def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classi
     if config["scheduler"] is not None:
         with explained("scheduler", config["scheduler"]):
             scheduler = instantiate(config["scheduler"], _partial_=True, _convert_="all")
-            scheduler(trial)
+            if isinstance(scheduler(trial), torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise ValueError(
+                    "ReduceLROnPlateau goes by a metric; a run's rate follows from its epochs: take another"
+                )
     with explained("model", config["model"]):
         _try_out(model, data)
     mean_over = config["protocol"].get("mean_over", "samples")  # which older runs do not name
@@ -298,10 +312,14 @@ def train(plan: Plan, run: RunDir) -> dict[str, Any]:
             plan.recorder.begin(rows, loggers)
             if plan.columns is not None:
                 plan.columns.lines.begin(step, loggers)
-            if start is None and plan.config["protocol"]["initial"]:
+        try:
+            if first and start is None and plan.config["protocol"]["initial"]:
                 _evaluate_initial(plan)
-        _fit(plan, loader, None if start is None else start[0])
-        return _evaluate_and_sum_up(plan, run) if first else {}
+            _fit(plan, loader, None if start is None else start[0])
+            return _evaluate_and_sum_up(plan, run) if first else {}
+        except Exception:
+            close_failed(plan.trainer.loggers)
+            raise
 
 
 def _evaluate_initial(plan: Plan) -> None:
@@ -325,6 +343,14 @@ def _fit(plan: Plan, loader: Any, checkpoint: Path | None) -> None:
         if not trainer.is_global_zero:
             raise SystemExit(0) from None  # the first process tells
         raise
+    except NotConvergedError as error:
+        raise RunError(f"attention: step {trainer.global_step}: {error}") from error
+    except (OverflowError, RuntimeError) as error:
+        if "overflow" not in str(error):
+            raise
+        # torch's own words for a step that is larger than the weights' type can hold.
+        epoch, rate = trainer.current_epoch, plan.module.last_rate
+        raise Diverged.at("the optimizer's step", math.inf, trainer.global_step, epoch, rate) from error
     except SIGTERMException:
         if not trainer.is_global_zero:
             raise SystemExit(0) from None
@@ -410,7 +436,12 @@ def evaluate(config: Config, module: Classifier, data: DataModule, split: str, e
 
 
 def evaluator(config: Config) -> L.Trainer:
-    """A trainer that evaluates, on one device and with the run's precision."""
+    """A trainer that evaluates, on one device and with the run's precision.
+
+    Raises:
+        RunError: where the environment would change it.
+    """
+    refuse_environment()
     return L.Trainer(
         accelerator=config["trainer"]["accelerator"],
         devices=1,

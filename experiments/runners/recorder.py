@@ -16,11 +16,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from ..data.base import BatchSampler
+from ..errors import check_finite
 from ..files import append_line, json_line, write_atomic
 from ..progress import Lines
 from .classifier import Classifier
 from .dashboards import Dashboard, forget_wandb, offline_wandb, tell
-from .finite import check_finite
 from .run_dir import identity
 
 Row = dict[str, Any]
@@ -203,6 +203,17 @@ def close_loggers(loggers: list[Logger], result: Mapping[str, Any]) -> None:
         logger.finalize("success")
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()
+
+    tell(loggers, close)
+
+
+def close_failed(loggers: list[Logger]) -> None:
+    """Marks a run as failed where it is shown: in a sweep its process goes on, and would end it as if all were well."""
+
+    def close(logger: Logger) -> None:
+        logger.finalize("failed")
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=1)
 
     tell(loggers, close)
 

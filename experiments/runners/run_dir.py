@@ -179,7 +179,14 @@ class RunDir:
         Raises:
             RunError: where it is damaged.
         """
-        return read_record(self.path / "result.json")
+        result = read_record(self.path / "result.json")
+        places = [result.get(name) for name in ("best", "last")]
+        whole = all(isinstance(place, dict) and {"epoch", "checkpoint"} <= place.keys() for place in places)
+        if not whole or not isinstance(result.get("data"), dict) or not {"metric", "selected_on"} <= result.keys():
+            raise RunError(
+                f"{self.path / 'result.json'} is no result of a run: remove it and give the run's command again"
+            )
+        return result
 
     @contextmanager
     def attempt(self, command: str, facts: Mapping[str, Any], devices: Sequence[str], threads: int) -> Iterator[None]:
@@ -336,12 +343,42 @@ def _slurm_job() -> dict[str, Any] | None:
 
 
 def process_rank() -> int:
-    """Which of the processes that train one run this is; 0 for the first and for one that is alone."""
+    """Which of the processes that train one run this is; 0 for the first and for one that is alone.
+
+    Raises:
+        RunError: where a variable that says so is no number.
+    """
     # Batch scripts and interactive shells have SLURM_PROCID=0, also for further processes that Lightning starts there.
-    for variable in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        if variable in os.environ:
-            return int(os.environ[variable])
+    # By hand a second machine's first process has NODE_RANK alone.
+    for variables in (("RANK",), ("LOCAL_RANK", "NODE_RANK"), ("SLURM_PROCID",)):
+        given = [(name, os.environ[name]) for name in variables if name in os.environ]
+        for name, value in given:
+            if not value.isdecimal():
+                raise RunError(f"the environment sets {name}={value}, which is no number of a process: unset it")
+        if given:
+            return sum(int(value) for _, value in given)
     return 0
+
+
+def refuse_left_over_rank(trainer: Mapping[str, Any]) -> None:
+    """Refuses a rank in the environment that no process of this run has, such as one that is left over in a shell.
+
+    The process would take itself for a further one, and leave the folder, the card and the result to the first.
+
+    Args:
+        trainer: section of the configuration.
+
+    Raises:
+        RunError: names the variables.
+    """
+    rank, processes = process_rank(), trainer["devices"] * trainer["num_nodes"]
+    if rank >= processes:
+        names = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")
+        given = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+        raise RunError(
+            f"the environment says {given}, as for a further process of several, and the run has {processes} "
+            "(trainer.devices × trainer.num_nodes): unset it, or give the devices that there are"
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from sinkhorn_attention import Normalizer, list_normalizers, register_normalizer
 
-from experiments.config import CONFIGS, Config, compose, resolve
+from experiments.config import CONFIGS, Config, compose, refuse_ignored, resolve
 from experiments.errors import RunError
 from experiments.report.catalogue import catalogue
 
@@ -191,3 +191,86 @@ def test_numbers_that_are_no_whole_ones_stay():
     config = resolve(compose(["experiment=mnist_patches", "optimizer.lr=1e3", "+model.drop_rate=0.5"]))
     assert config["optimizer"]["lr"] == 1000
     assert config["model"]["drop_rate"] == 0.5
+
+
+def refused(*words):
+    refuse_ignored(compose(list(words)), words)
+
+
+@pytest.mark.parametrize("word", ["optimizer.lr=0.5", "++optimizer.lr=0.5", "optimizer={lr: 0.5}"])
+def test_a_rate_beside_init_from_is_not_dropped(word):
+    """What the user gives is taken or refused; what stands in the experiment's file is not the user's word."""
+    finetune = "experiment=cats_dogs_standin_finetune"
+    with pytest.raises(RunError, match=r"lr.*0\.5.*: this run begins with .* init_from\.rate says its rate"):
+        refused(finetune, word)
+    refused(finetune, "init_from.rate=0.5")
+    refused(finetune, "optimizer.lr=null")
+    refused("experiment=mnist_patches", word)
+    config = compose(["experiment=mnist_patches", word])
+    config.init_from = {"overrides": ["experiment=mnist_patches"], "seed": 0, "rate": 0.1}
+    refuse_ignored(config, ["experiment=mnist_patches"])
+    with pytest.raises(RunError, match=r"init_from\.rate says its rate"):
+        refuse_ignored(config, ["experiment=mnist_patches", word])
+
+
+def test_a_table_of_rates_that_nothing_looks_in():
+    with pytest.raises(
+        RunError, match=r"^\+learning_rates\.sinkhorn=0\.5: this run's rate is optimizer\.lr=0\.001, not"
+    ):
+        refused("experiment=cats_dogs_standin", "+learning_rates.sinkhorn=0.5")
+    with pytest.raises(RunError, match=r"this run's rate is optimizer\.lr=0\.1, not of that table"):
+        refused("experiment=shapes_set", "++learning_rates.softmax=0.5", "optimizer.lr=0.1")
+    refused("experiment=shapes_set", "++learning_rates.softmax=0.5")
+
+
+def test_commands_refuse_what_nothing_would_take(tmp_path):
+    from experiments.train import execute
+    from slurm.sweep import plan
+
+    words = ["experiment=cats_dogs_standin_finetune", f"paths.runs={tmp_path}", "optimizer.lr=0.5"]
+    with pytest.raises(RunError, match=r"init_from\.rate says its rate"):
+        execute(compose(words), words)
+    with pytest.raises(RunError, match=r"run 2 of 2 .*optimizer\.lr=0\.5: this run begins with"):
+        plan([*words[:2], "optimizer.lr=null,0.5"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [("paths.runs=2026_12", "202612"), ("++label=1e3", "1000.0"), ("wandb.entity=1_0", "10"), ("label=TRUE", "True")],
+)
+def test_a_name_that_hydra_reads_as_a_number_is_refused(word, read):
+    """The runs would lie in another folder, without a word."""
+    key, value = word.lstrip("+").split("=")
+    with pytest.raises(RunError, match=rf"Hydra reads {value} as the number {read}; write \"{key}='{value}'\""):
+        refused("experiment=mnist_patches", word)
+    refused("experiment=mnist_patches", f"{key}='{value}'", "paths.runs=2026", "label=a_1")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"checkpoint": "best"}, r"there is no init_from\.checkpoint; known here are overrides, rate, seed"),
+        ({"overrides": ["experiment=cats_dogs_standin", "seed=5"]}, r"init_from\.overrides has seed=5, and .*seed=0"),
+        ({"overrides": "experiment=cats_dogs_standin"}, r"init_from\.overrides must be a list of words"),
+        ({"rate": float("nan")}, r"init_from\.rate must be a number above 0; got nan"),
+        ({"rate": -1}, r"init_from\.rate must be a number above 0; got -1"),
+        ({"rate": "fast"}, r"init_from\.rate must be a number above 0; got fast"),
+    ],
+)
+def test_an_origin_that_nothing_would_take_as_it_is_written(change, message):
+    config = compose(["experiment=cats_dogs_standin_finetune"])
+    resolve(config)
+    with open_dict(config):
+        config.init_from.update(change)
+    with pytest.raises(RunError, match=message):
+        resolve(config)
+
+
+def test_a_schedule_by_a_metric_is_refused(run_dir):
+    from experiments.runners import lightning
+
+    words = ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "~scheduler.milestones"]
+    run = run_dir(*words, "~scheduler.gamma")
+    with pytest.raises(RunError, match=r"^scheduler: ReduceLROnPlateau goes by a metric"):
+        lightning.prepare(run.config, run)

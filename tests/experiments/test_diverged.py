@@ -10,12 +10,13 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 import torch
+import wandb
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from experiments import select_lr
 from experiments.data.base import BatchSampler
-from experiments.errors import Diverged
+from experiments.errors import Diverged, RunError
 from experiments.report.cells import Measure, analyse
 from experiments.report.collect import collect
 from experiments.report.curves import read_curves
@@ -59,6 +60,44 @@ def test_a_rate_that_is_far_too_large(runs):
     assert card["state"] == card["attempts"][0]["state"] == "diverged"
     assert card["attempts"][0]["message"].startswith("the loss became NaN at step 1")
     assert not list((folder / "checkpoints").glob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "message"),
+    [
+        # 1e30 is a whole number, which is no reason to hand it to torch as one.
+        ("sgd", "1e30", r"^the loss became (NaN|infinite) at step 1, epoch 0; learning rate 1e\+30"),
+        ("sgd", "1e40", r"^the optimizer's step became infinite at step 0, epoch 0; learning rate 1e\+40"),
+        ("adam", "1e40", r"^the optimizer's step became infinite at step 0, epoch 0; learning rate 1e\+40"),
+    ],
+)
+def test_a_rate_that_no_weight_can_hold(runs, optimizer, rate, message):
+    with pytest.raises(Diverged, match=message):
+        runs.start(f"optimizer={optimizer}", f"optimizer.lr={rate}")
+    assert left_by(runs.folders()[0])["state"] == "diverged"
+
+
+def test_the_implicit_gradient_before_convergence_is_said_in_a_sentence(runs):
+    words = ["attention=sinkhorn", "attention.n_iters=1", "attention.gradient=implicit"]
+    with pytest.raises(RunError, match=r"^attention: step 0: gradient='implicit' is .* raise n_iters"):
+        runs.start(*words)
+    assert left_by(runs.folders()[0])["state"] == "failed"
+
+
+def test_it_is_marked_as_failed_where_it_is_shown(runs, monkeypatch):
+    """In a sweep the process goes on, and wandb would end the run as if all were well."""
+    ended = []
+    finish = wandb.sdk.wandb_run.Run.finish
+    monkeypatch.setattr(
+        wandb.sdk.wandb_run.Run,
+        "finish",
+        lambda run, exit_code=None, **more: (ended.append(exit_code), finish(run, exit_code, **more))[1],
+    )
+    with pytest.raises(Diverged):
+        runs.start("optimizer.lr=1e30", "logger=wandb", "wandb.mode=offline")
+    assert ended == [1]
+    runs.start("trainer.max_epochs=1", "logger=wandb", "wandb.mode=offline")
+    assert ended[1:] == [None]
 
 
 def test_the_command_exits_with_1_and_one_sentence(runs):

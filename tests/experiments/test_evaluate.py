@@ -69,6 +69,15 @@ def test_other_weights_are_noticed(finished, tmp_path, capsys):
     assert "result.json differs: accuracy" in capsys.readouterr().out
 
 
+def cut_out(folder, *keys):
+    content = json.loads((folder / "result.json").read_text())
+    place = content
+    for key in keys[:-1]:
+        place = place[key]
+    del place[keys[-1]]
+    (folder / "result.json").write_text(json.dumps(content))
+
+
 def cut(checkpoints):
     for path in checkpoints.iterdir():
         path.write_bytes(path.read_bytes()[:1000])
@@ -81,6 +90,14 @@ def cut(checkpoints):
         (lambda folder: (folder / "result.json").unlink(), "is not finished: give its training command again"),
         (lambda folder: (folder / "result.json").write_text("{"), r"result\.json cannot be read \(.*: remove it"),
         (lambda folder: (folder / "result.json").write_text("[]"), r"result\.json cannot be read \(it holds a list\)"),
+        (lambda folder: (folder / "result.json").write_text("{}"), r"result\.json is no result of a run: remove it"),
+        (lambda folder: cut_out(folder, "best", "checkpoint"), r"result\.json is no result of a run: remove it"),
+        (lambda folder: cut_out(folder, "data"), r"result\.json is no result of a run: remove it"),
+        (
+            lambda folder: ((folder / "result.json").unlink(), (folder / "run.json").write_text("{")),
+            r"is not finished: give its training command again \(unknown\)",
+        ),
+        (lambda folder: (folder / "config.yaml").write_text("seed: 0"), r"config\.yaml has no experiment: remove it"),
         (lambda folder: (folder / "config.yaml").write_text("a: ["), r"config\.yaml cannot be read"),
         (
             lambda folder: (folder / "config.yaml").write_text(""),
@@ -113,3 +130,18 @@ def test_other_data_are_noticed(finished, tmp_path):
 def test_wrong_words(finished):
     with pytest.raises(RunError, match="at must be best or last; got first"):
         load_run(finished(), "first")
+
+
+def test_variables_that_lightning_takes_are_refused(runs, finished, monkeypatch, capsys):
+    """They would change a run, or an evaluation, whose identity does not know of them."""
+    run = load_run(finished())
+    capsys.readouterr()
+    monkeypatch.setenv("PL_TRAINER_LIMIT_TEST_BATCHES", "1")
+    monkeypatch.setenv("PL_TRAINER_GRADIENT_CLIP_VAL", "1e-3")
+    words = "the environment sets PL_TRAINER_GRADIENT_CLIP_VAL, PL_TRAINER_LIMIT_TEST_BATCHES, which would change"
+    for act in (run.metrics, run.predictions, lambda: runs.start("attention=softmax")):
+        with pytest.raises(RunError, match=words):
+            act()
+    assert runs.folders() == []
+    assert evaluate.main([str(finished())]) == 1
+    assert words in capsys.readouterr().err

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf, open_dict
 
 from experiments import train
 from experiments.config import CONFIGS, compose, resolve
+from experiments.data import furniture
 from experiments.data.base import DataModule
 from experiments.data.cats_dogs import prepare as prepare_photos
 from experiments.data.photos import PhotoStore
@@ -29,6 +30,8 @@ from experiments.runners.checkpoints import AtomicCheckpointIO
 from experiments.runners.recorder import RunLog
 from experiments.runners.run_dir import RunDir
 from tests.experiments.data.test_cats_dogs import kaggle  # noqa: F401  a fixture
+from tests.experiments.data.test_furniture import write_package
+from tests.experiments.data.test_mnist import write_idx
 from tests.experiments.test_point_clouds import archive  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -92,6 +95,15 @@ BASES: dict[str, tuple[str, ...]] = {
         "init_from.overrides=['experiment=ha_de_en_scratch','attention=softmax','trainer.max_epochs=1']",
     ),
     "ha_de_en_scratch": (*FAIRSEQ, "attention=sinkhorn"),
+    "mnist_patches on mnist": (
+        *CPU,
+        *("data=mnist", "attention=sinkhorn", "model.patch_size=14", "data.val_size=20", "data.batch_size=20"),
+    ),
+    "shapes_set on furniture": (
+        *CPU,
+        *("data=furniture", "attention=sinkhorn", "model.hidden=8", "model.num_heads=2", "model.num_inducing=4"),
+        *("data.num_points=16", "data.val_size=3", "data.batch_size=3", "data.eval_batch_size=2"),
+    ),
 }
 #: What a key is changed to, where that does not follow from its type; with a base in front, for that base.
 CHANGES: dict[str, Any] = {
@@ -167,6 +179,7 @@ CHANGES: dict[str, Any] = {
     "shapes_set model.scale": "width",
     "cats_dogs_standin data.mean": 0.5,
     "cats_dogs_standin data.std": 0.5,
+    "mnist_patches on mnist data._target_": "experiments.data.mnist5k.MNIST5k",
     "mnist_patches data.mean": 0.5,
     "mnist_patches data.std": 0.5,
     "mnist_patches_official data.mean": 0.5,
@@ -214,7 +227,7 @@ def keys_of(section: Any, prefix: str = "") -> list[str]:
 
 
 def composed(experiment: str, words: tuple[str, ...] = ()) -> Any:
-    return compose([f"experiment={experiment}", *words])
+    return compose([f"experiment={experiment.partition(' on ')[0]}", *words])
 
 
 def owners(config: Any) -> dict[str, str]:
@@ -240,6 +253,8 @@ def data(tmp_path_factory, kaggle, archive):  # noqa: F811
         (folder / name / "data-bin").mkdir(parents=True)
         manifest = {"name": name, "split_hash": name * 8, "sizes": {"train": 60, "valid": 20, "test": 20}}
         (folder / name / "manifest.json").write_text(json.dumps(manifest))
+    write_idx(folder / "MNIST" / "raw")
+    furniture.prepare(folder, write_package(folder / "package"), jobs=1, num_points=64, quiet=True)
     torch.manual_seed(0)
     torch.save(timm.create_model("vit_tiny_patch16_224", num_classes=7, **VIT).state_dict(), folder / "vit.pth")
     return folder
@@ -421,11 +436,15 @@ def _left(run: Path, folder: Path, seen: list[Any]) -> dict[str, Any]:
 
 def changed(experiment: str, key: str, value: Any) -> Any:
     """Another value for a key."""
-    for name in (f"{experiment} {key}", key):
+    for name in (f"{experiment} {key}", f"{experiment.partition(' on ')[0]} {key}", key):
         if name in CHANGES:
             return CHANGES[name]
     if key == "init_from":
-        return {"overrides": [f"experiment={experiment}", *BASES[experiment]], "seed": 1, "rate": 0.5}
+        return {
+            "overrides": [f"experiment={experiment.partition(' on ')[0]}", *BASES[experiment]],
+            "seed": 1,
+            "rate": 0.5,
+        }
     if key in ("paths.runs", "paths.data", "data.folder"):
         return "FOLDER/elsewhere"
     if isinstance(value, bool):
@@ -507,5 +526,11 @@ def assert_covered() -> None:
         for key, owner in owners(composed(path.stem)).items():
             if (owner, key) not in FOUND:
                 missing.add(f"{path.stem}: {owner} {key}")
+    # Data that no experiment names, but `data=NAME` takes.
+    for path in sorted((CONFIGS / "data").glob("*.yaml")):
+        section = OmegaConf.load(path)
+        if target := section.get("_target_"):
+            owner = target.rpartition(".")[2]
+            missing |= {f"{path.stem}: {owner} data.{key}" for key in section if (owner, f"data.{key}") not in FOUND}
     print(f"{len(FOUND)} keys: " + ", ".join(sorted(f"{owner}:{key}" for owner, key in FOUND)))
     assert not missing, "\n".join(sorted(missing))

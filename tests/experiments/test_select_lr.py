@@ -84,3 +84,11 @@ def test_damaged_runs_are_named(metrics, words, tmp_path, capsys):
 def test_nothing_to_choose_from(tmp_path, capsys):
     assert select_lr.main([str(tmp_path)]) == 1
     assert "no finished run" in capsys.readouterr().err
+
+
+def test_rates_of_runs_that_differ_in_more_are_not_compared(runs, capsys):
+    runs.start("experiment=mnist_patches_lr", "optimizer.lr=1e-3", "trainer.max_epochs=1")
+    runs.start("experiment=mnist_patches_lr", "optimizer.lr=1e-2", "trainer.max_epochs=2")
+    assert select_lr.main([str(runs.folder / "mnist_patches_lr")]) == 1
+    words = "patch 14, softmax: its rates were tried with trainer.max_epochs=1 and trainer.max_epochs=2"
+    assert words in capsys.readouterr().err

@@ -140,11 +140,30 @@ def test_counts_are_compared_before_anything_is_built(environment, runs, monkeyp
         ({"SLURM_PROCID": "3"}, 3),
         ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, 1),
         ({"RANK": "2", "LOCAL_RANK": "0"}, 2),
+        ({"NODE_RANK": "1"}, 1),  # the first process of a second machine, started by hand
     ],
 )
 def test_process_rank(environment, variables, rank):
     environment(**variables)
     assert process_rank() == rank
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "1", "WORLD_SIZE": "2"}, {"LOCAL_RANK": "3"}, {"SLURM_PROCID": "1"}, {"NODE_RANK": "2"}]
+)
+def test_a_rank_that_is_left_over_in_a_shell_is_refused(environment, runs, variables):
+    """The process would take itself for a further one, which leaves the run's files to the first."""
+    environment(**variables)
+    name, value = next(iter(variables.items()))
+    with pytest.raises(RunError, match=rf"^the environment says {name}={value}, as for a further process .* has 1 "):
+        runs.start()
+    assert runs.folders() == []
+
+
+def test_a_rank_that_is_no_number(environment, runs):
+    environment(RANK="senior")
+    with pytest.raises(RunError, match="the environment sets RANK=senior, which is no number of a process"):
+        runs.start()
 
 
 def test_batch_normalisation_needs_gpus_to_be_shared(runs):

@@ -17,7 +17,9 @@ from hydra.core.plugins import Plugins
 from experiments import train
 from experiments.config import compose, resolve
 from experiments.errors import RunError
+from experiments.report.collect import read_run
 from experiments.runners import lightning
+from experiments.runners.checkpoints import newest_valid
 from experiments.runners.run_dir import run_hash
 from tests.experiments import searching
 
@@ -258,9 +260,16 @@ def test_a_joblib_sweep_that_is_ended_leaves_no_worker_behind(runs, signum):
     assert process.pid not in workers
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     cards = [json.loads((folder / "run.json").read_text()) for folder in runs.folders()]
-    # Where the sweep itself was killed, a worker may be taken along before it has written its card.
+    # Where the sweep itself was killed, a worker may be taken along before it has written its card. Its run has lost
+    # nothing by that: its last epoch has a whole checkpoint, and nobody takes it for one that runs.
     ended = {"interrupted"} if signum == signal.SIGTERM else {"interrupted", "running"}
     assert {card["state"] for card in cards} <= ended
+    for folder in runs.folders():
+        epochs = len((folder / "timing.jsonl").read_text().splitlines())
+        start = newest_valid(folder / "checkpoints")
+        assert start is not None
+        assert start[1]["global_step"] >= 4 * (epochs - 1)  # of the epoch that is just over it may not be there yet
+        assert read_run(folder).state == "interrupted"
 
 
 def until(condition, seconds: float = 300.0) -> None:

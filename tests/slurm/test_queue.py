@@ -106,3 +106,18 @@ def test_lines_that_are_no_jobs_are_passed_over(slurm):
     slurm.answers("squeue", "Welcome!\n" + (slurm.folder / "squeue.out").read_text())
     slurm.answers("sacct", "sacct: warning | of | four | cells\n\nstray\n12_1|FAILED|node1|1:0\n")
     assert {one: job.state for one, job in read_jobs(["12_0", "12_1"]).items()} == {"12_0": "RUNNING", "12_1": "FAILED"}
+
+
+@pytest.mark.parametrize("word", ["EXPEDITING", "REVOKED", "RV", "POWER_UP_NODE", "LAUNCH_FAILED", "SOMETHING_NEW"])
+def test_a_word_that_is_no_end_is_a_job_that_lives(slurm, word):
+    """A job that is wrongly taken for ended would be submitted twice."""
+    slurm.queue(("12_0", word, 0, "None"))
+    slurm.accounts(("12_1", word))
+    assert [job.alive for job in read_jobs(["12_0", "12_1"]).values()] == [True, True]
+
+
+@pytest.mark.parametrize("word", sorted(queue.ENDS))
+def test_the_words_that_are_ends(slurm, word):
+    slurm.queue(("12_0", word, 0, "None"))
+    slurm.accounts(("12_1", f"{word} by 1000"))
+    assert [job.alive for job in read_jobs(["12_0", "12_1"]).values()] == [False, False]

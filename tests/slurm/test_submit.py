@@ -1,5 +1,6 @@
 """Submitting, with a SLURM of shell scripts: what is asked of it, in which environment, and what is written down."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import RunError
-from slurm import cluster, queue, status, submission, submit
+from slurm import cancel, cluster, queue, status, submission, submit
 from slurm.job import TrainingJob
 
 ROOT = Path(__file__).parents[2]
@@ -228,15 +229,94 @@ def test_the_command_line_is_read_as_it_is_written(text):
 
 
 def test_options_that_are_false_are_left_out(login_node, sweep):
-    words = ["cluster.sbatch={exclusive: true, hold: false, requeue: false}"]
+    words = ["cluster.sbatch={exclusive: true, hold: false}"]
     text = (submit.submit([*sweep.overrides, *words]).folder / "submission.sh").read_text()
     assert "#SBATCH --exclusive\n" in text
     assert "hold" not in text
-    assert "--requeue" not in text
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("nodes=3", "cluster.nodes"),
+        ("N=3", "cluster.nodes"),
+        ("ntasks_per_node=3", "cluster.tasks_per_node"),
+        ("ntasks-per-node=3", "cluster.tasks_per_node"),
+        ("n=3", "cluster.nodes and cluster.tasks_per_node"),
+        ("t=5", "cluster.time"),
+        ("tim=5", "cluster.time"),
+        ("mem=1G", "cluster.mem"),
+        ("signal=USR2@60", "cluster.signal_before_end_s"),
+        ("requeue=false", "cluster.requeue"),
+        ("no_requeue=true", "cluster.requeue"),
+        ("array=0-7", "cluster.array_parallelism"),
+        ("a=0-7", "cluster.array_parallelism"),
+        ("open_mode=truncate", "jobs write into the submission's folder"),
+        ("o=log", "jobs write into the submission's folder"),
+        ("job-name=mine", "jobs are found by the name"),
+        ("export=NONE", "cluster.environment"),
+        ("chdir=/tmp", "the repository's folder"),
+        ("test-only=true", "--dry-run"),
+        ("clusters=big", "set SLURM_CLUSTERS"),
+        ("M=big", "set SLURM_CLUSTERS"),
+    ],
+)
+def test_options_that_the_suite_gives_itself_are_refused(word, instead):
+    """Sbatch would take them, and the run's processes, logs and signals would be others than the suite's."""
+    with pytest.raises(RunError) as refused:
+        cluster.cluster_config([f"cluster.sbatch.{word}"])
+    assert str(refused.value).startswith(f"cluster.sbatch.{word.partition('=')[0]} cannot be given: ")
+    assert instead in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "unset"),
+    [
+        ("mem_per_cpu=2G", "mem=8G", "mem=null"),
+        ("gpus=2", "gpus_per_node=1", "gpus_per_node=0"),
+        ("gpus-per-task=1", "gpus_per_node=1", "gpus_per_node=0"),
+        ("gres='gpu:h100:4'", "gpus_per_node=4", "gpus_per_node=0"),
+    ],
+)
+def test_one_thing_is_not_asked_for_in_two_ways(option, key, unset):
+    with pytest.raises(RunError, match=f"and cluster.{key} ask for the same in two ways: give cluster.{unset} with it"):
+        cluster.cluster_config([f"cluster.sbatch.{option}", f"cluster.{key}"])
+    found = cluster.cluster_config([f"cluster.sbatch.{option}", f"cluster.{unset}"])
+    name, _, value = option.partition("=")
+    assert found.sbatch == {name: value.strip("'")}
+
+
+@pytest.mark.parametrize(
+    ("word", "section", "expected"),
+    [
+        ("modules=[cuda/12.10,1.10,1e2,'007']", "modules", ["cuda/12.10", "1.10", "1e2", "007"]),
+        (
+            "environment={BB:010,CC:true,DD:1_000,EE: a 1.10 ,FF:'it\\'s'}",
+            "environment",
+            {"BB": "010", "CC": "true", "DD": "1_000", "EE": "a 1.10", "FF": "it's"},
+        ),
+        ("sbatch={nice:1e3,exclusive:true,hold:false}", "sbatch", {"nice": "1e3", "exclusive": True, "hold": False}),
+        ("sbatch.nice=1_0", "sbatch", {"nice": "1_0"}),
+    ],
+)
+def test_lists_and_maps_are_read_as_they_are_written(word, section, expected):
+    assert getattr(cluster.cluster_config([f"cluster.{word}"]), section) == expected
+
+
+def test_a_file_with_anchors_is_read_as_closely(mine):
+    with pytest.raises(RunError, match=r'YAML reads cluster\.environment\.A: 1\.10 as 1\.1; write A: "1\.10"'):
+        cluster.cluster_config(mine("environment: {<<: {B: text}, A: 1.10}"))
+    with pytest.raises(RunError, match=r'YAML reads cluster\.environment\.B: 010 as 8; write B: "010"'):
+        cluster.cluster_config(mine("environment: {<<: {B: 010}, A: text}"))
+
+
+def test_a_variable_has_a_name():
+    with pytest.raises(RunError, match=r"cluster\.environment\.A-B: 'A-B' is no name of a variable"):
+        cluster.cluster_config(["cluster.environment.A-B=1"])
 
 
 def test_another_cluster_is_named_to_all_commands_of_slurm(login_node, sweep):
-    with pytest.raises(RunError, match=r"cluster\.sbatch\.clusters would submit .* set SLURM_CLUSTERS"):
+    with pytest.raises(RunError, match=r"cluster\.sbatch\.clusters cannot be given: .* set SLURM_CLUSTERS"):
         submit.submit([*sweep.overrides, "cluster.sbatch.clusters=big"])
 
 
@@ -512,3 +592,129 @@ def test_a_submission_is_found_by_its_name_in_the_accounts_too(login_node):
     assert queue.find_by_name("sinkformer-12345678", "2026-11-29") == "91"
     assert "--name=sinkformer-12345678" in login_node.asked("sacct")
     assert "--starttime=2026-11-29" in login_node.asked("sacct")
+
+
+def submitted_long_ago(folder: Path) -> None:
+    file = folder / "submission.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"created": "2026-01-01T00:00:00+00:00"}))
+
+
+def test_a_job_that_the_queue_does_not_list_is_not_submitted_again(login_node, sweep, capsys):
+    """Squeue forgets, and a controller that has just been started knows nothing yet: the accounts are asked, too."""
+    done = submit.submit(sweep.overrides)
+    login_node.queue()
+    assert submit.submit(sweep.overrides) is None
+    assert "squeue does not list 3 jobs" in (said := capsys.readouterr().err)
+    assert "(77_0, 77_1, 77_2), and they may appear in 10 more minutes" in said
+    submitted_long_ago(done.folder)
+    login_node.accounts(("77_0", "RUNNING"), ("77_1", "COMPLETED"), ("77_2", "RV"))
+    again = submit.submit(sweep.overrides)
+    assert [task["hash"] for task in read(again.folder)["tasks"]] == [sweep.planned[1].run.hash]
+    assert "(77_0), and sacct says RUNNING" in capsys.readouterr().err
+    assert "--jobs=77" in login_node.asked("sacct")
+
+
+def test_a_job_that_has_said_how_it_ended_is_over_at_once(login_node, sweep):
+    done = submit.submit(sweep.overrides)
+    login_node.queue()
+    for index, event in enumerate(("ended", "cancelled", "started")):
+        submission.record_event(done.folder, index, event, reason="an error, see the log")
+    again = submit.submit(sweep.overrides)
+    assert [task["hash"] for task in read(again.folder)["tasks"]] == [run.run.hash for run in sweep.planned[:2]]
+
+
+def test_jobs_on_another_cluster_of_the_site(login_node, sweep, capsys):
+    """Sbatch names the cluster beside the id; here squeue of this cluster lists none of them."""
+    login_node.answers("sbatch", "77;big\n")
+    done = submit.submit(sweep.overrides)
+    submitted_long_ago(done.folder)
+    login_node.queue(*((f"77_{index}", "PENDING", 0, "Priority") for index in range(3)))
+    here = (login_node.folder / "squeue").read_text()
+    only_there = '#!/bin/sh\ncase "$*" in *--clusters=big*) ;; *) exit 0;; esac\n'
+    (login_node.folder / "squeue").write_text(here.replace("#!/bin/sh\n", only_there))
+    assert submit.submit(sweep.overrides) is None
+    assert status.main(sweep.overrides) == 0
+    assert "3 pending" in capsys.readouterr().out
+    assert cancel.main([*sweep.overrides, "--yes"]) == 0
+    assert login_node.asked("scancel")[:2] == ["--clusters=big", "77_0"]
+
+
+def test_a_cluster_of_a_site_that_cannot_be_asked(login_node, sweep, capsys):
+    login_node.answers("sbatch", "77;big\n")
+    submitted_long_ago(submit.submit(sweep.overrides).folder)
+    login_node.queue(("77_0", "FAILED", 0, ""))
+    here = (login_node.folder / "squeue").read_text()
+    gone = '#!/bin/sh\ncase "$*" in *--clusters=*) echo "squeue: error: big is not reached" >&2; exit 1;; esac\n'
+    (login_node.folder / "squeue").write_text(here.replace("#!/bin/sh\n", gone))
+    again = submit.submit(sweep.overrides)
+    assert [task["hash"] for task in read(again.folder)["tasks"]] == [sweep.planned[0].run.hash]
+    assert "its cluster big cannot be asked" in capsys.readouterr().err
+
+
+def test_a_run_that_has_diverged_is_not_submitted_again(login_node, sweep, capsys):
+    """It would diverge again, at the same step."""
+    folder = sweep.write(0, sweep.attempt("diverged"))
+    done = submit.submit(sweep.overrides)
+    assert [task["hash"] for task in read(done.folder)["tasks"]] == [run.run.hash for run in sweep.planned[1:]]
+    said = capsys.readouterr().err
+    assert f"1 runs have diverged, and would again: {folder.name}. They are left out" in said
+    assert "3 runs: 1 diverged, 2 to be submitted" in said
+
+
+#: Another value for every key of a cluster.
+CHANGED = {
+    "partition": "long",
+    "account": "maths",
+    "qos": "night",
+    "constraint": "a100",
+    "nodes": 2,
+    "tasks_per_node": 2,
+    "gpus_per_node": 1,
+    "cpus_per_task": 2,
+    "mem": "8G",
+    "time": "90",
+    "signal_before_end_s": 60,
+    "requeue": False,
+    "max_restarts": 1,
+    "max_timeouts": 1,
+    "array_parallelism": 2,
+    "modules": ["cuda/12.10"],
+    "container": "apptainer exec image.sif",
+    "environment": {"A": "b"},
+    "sbatch": {"nice": "100"},
+}
+
+
+def asked(found: cluster.ClusterConfig, folder: Path) -> tuple[str, TrainingJob]:
+    """What SLURM is asked for three runs, and what a run's job does."""
+    task = submission.Task(0, "77", "", "", [])
+    folder.mkdir(exist_ok=True)
+    submission.Submission(folder, "2026-01-01T00:00:00+00:00", "", dataclasses.asdict(found), "77", [task]).write()
+    return submit.script(found, 3, None, folder), TrainingJob.of(folder, 0)
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_every_key_of_a_cluster_does_something(tmp_path, key):
+    usual = cluster.cluster_config([])
+    assert {entry.name for entry in dataclasses.fields(usual)} == CHANGED.keys()
+    other = dataclasses.replace(usual, **{key: CHANGED[key]})
+    assert asked(other, tmp_path / "jobs") != asked(usual, tmp_path / "jobs")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("tasks_per_node=0", "cluster.tasks_per_node must be at least 1; got 0"),
+        ("array_parallelism=0", "cluster.array_parallelism must be at least 1; got 0"),
+        ("max_timeouts=-1", "cluster.max_timeouts must be at least 0; got -1"),
+        ("signal_before_end_s=0", "cluster.signal_before_end_s must be at least 1; got 0"),
+        (
+            "time=2",
+            "cluster.signal_before_end_s=120 is no less than cluster.time=2, of 120 s: the run would be stopped",
+        ),
+    ],
+)
+def test_numbers_that_would_be_taken_for_none_are_refused(word, message):
+    with pytest.raises(RunError) as refused:
+        cluster.cluster_config([f"cluster.{word}"])
+    assert str(refused.value).startswith(message)

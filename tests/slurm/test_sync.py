@@ -273,3 +273,15 @@ def test_folders_without_a_log_are_passed_over(runs):
 def test_keys_are_taken_out_of_messages(key, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert sync.without_keys(f"bad key {key}!") == "bad key ***!"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "", "\x00"])
+def test_a_damaged_note_costs_an_upload_and_not_the_others(runs, uploads, server, damage):
+    """Of a machine that went down: what was uploaded is uploaded once more, which does no harm."""
+    folder = attempt(runs, "a-00000001", 3)
+    attempt(runs, "b-00000002", 5)
+    assert main([f"paths.runs={runs}"]) == 0
+    (folder.parent / "uploaded.json").write_text(damage)
+    (folder.parent.parent / "run.json").write_text(damage)
+    assert main([f"paths.runs={runs}"]) == 0
+    assert [name[-8:] for name in uploads()] == ["00000001", "00000002", "00000001"]

@@ -62,9 +62,7 @@ def library(path, name, entries, rotations=None):
         archive.writestr("PluginFurnitureCatalog_de.properties", "\n".join(translated))
 
 
-@pytest.fixture
-def package(tmp_path):
-    folder = tmp_path / "package"
+def write_package(folder):
     folder.mkdir()
     names = ("Chair", "Oak chair", "Bar chair", "Chair", "Deck chair", "Child chair")
     library(folder / "A.sh3f", "A", [(name, box(3 + i)) for i, name in enumerate(names)])
@@ -74,6 +72,11 @@ def package(tmp_path):
     broken = (("Lamp", SQUARE + "f 1 2 9\n"), ("Desk lamp", "no mesh"), ("Wall lamp", None), ("Street lamp", box(9)))
     library(folder / "C.sh3f", "C", broken, rotations={4: "1 0 0 0 0 1 0 -1 0"})
     return folder
+
+
+@pytest.fixture
+def package(tmp_path):
+    return write_package(tmp_path / "package")
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.errors import Diverged, RunError
 from experiments.evaluate import main as evaluate
@@ -236,3 +238,32 @@ def test_weights_of_other_data_are_not_taken_over(text_runs: Any, narrow: tuple[
         RunError, match=r"init_from: that run was trained with other data of the same name \(splits 0000"
     ):
         text_runs.start(*finetune, f"paths.data={data}", "protocol.test=false", "seed=0", "attention=sinkhorn")
+
+
+def flip_a_bit(path: Path) -> None:
+    """Of a weight, in the middle of the file, where neither torch nor fairseq looks."""
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        tensors = [part for part in archive.infolist() if "/data/" in part.filename]
+        largest = max(tensors, key=lambda part: part.file_size)
+    content[largest.header_offset + 200 + largest.file_size // 2] ^= 0x40
+    path.unlink()  # the others of the run may be this very file
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_a_weight_is_no_checkpoint_of_fairseq_s(
+    whole: Path, text_runs: Any, sentiment: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = text_runs.run_dir(*sentiment, "attention=sinkhorn", "attention.n_iters=3")
+    shutil.copytree(whole, run.path)
+    best = run.checkpoints / "checkpoint_best.pt"
+    flip_a_bit(best)
+    assert torch.load(best, weights_only=False)["cfg"]  # which torch takes
+    assert evaluate([str(run.path), "--split", "test"]) == 1
+    assert f"checkpoint {best} cannot be read: its part " in capfd.readouterr().err
+    last = run.checkpoints / "checkpoint_last.pt"
+    flip_a_bit(last)
+    (run.path / "result.json").unlink()
+    text_runs.start(*sentiment, "attention=sinkhorn", "attention.n_iters=3")
+    assert "can be read: the run begins anew" in capfd.readouterr().err
+    assert (run.path / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()

@@ -7,6 +7,7 @@ from experiments.report.__main__ import main
 from experiments.report.cells import analyse
 from experiments.report.collect import collect
 from experiments.report.curves import as_rows, draw, read_curves
+from experiments.report.page import verdict_lines
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_no_error_is_drawn_at_half_a_sample_and_a_diverged_epoch_is_an_error_of_
     np.testing.assert_array_equal(read_curves(of)[0].curves[0].errors, [[1.0]])
 
 
-@pytest.mark.parametrize("content", [None, '{"epoch": 1, "split": "te', "[1]\n", '{"split": "test"}\n'])
+@pytest.mark.parametrize("content", [None, "", '{"epoch": 1, "split": "te', "[1]\n", '{"split": "test"}\n'])
 def test_a_run_without_a_curve_is_named(make_curve, tmp_path, content):
     make_curve("softmax", 0, [0.5, 0.8])
     folder = make_curve("softmax", 1, [0.1, 0.2])
@@ -102,6 +103,10 @@ def test_a_run_without_a_curve_is_named(make_curve, tmp_path, content):
     np.testing.assert_allclose(found.curves[0].errors, [[0.5, 0.2]])
     assert found.missing == (str(folder),)
     assert str(folder) in found.caption()
+    # Its numbers are in the tables: that the file is damaged is said there, too.
+    said = [line for line in verdict_lines(results(tmp_path)) if "metrics.jsonl" in line]
+    damaged = f"Of 1 runs metrics.jsonl is empty or damaged ({folder.name}): their numbers are those of result.json."
+    assert said == ([] if content is None else [damaged])
 
 
 def test_without_any_curve_there_is_none(make_run, tmp_path):

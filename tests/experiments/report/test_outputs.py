@@ -214,3 +214,16 @@ def test_a_run_that_is_not_finished_is_not_its_own_only_one(make_run, capsys):
     assert main([str(folder.parent)]) == 1
     err = capsys.readouterr().err
     assert f"no finished run under {folder.parent}: the only one is {folder}" in err
+
+
+def test_the_readme_table_says_what_is_not_in_it(make_run, tmp_path, capsys):
+    make_run("softmax", 0, 0.5)
+    damaged = make_run("softmax", 1, 0.5)
+    (damaged / "result.json").write_text("{")
+    assert main([str(tmp_path / "runs"), "--readme"]) == 0
+    shown = capsys.readouterr()
+    assert "n = 1" in shown.out
+    assert f"warning: {damaged} is not in this table (unreadable: result.json is no valid JSON" in shown.err
+    assert main([str(tmp_path / "nowhere"), "--readme"]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, "nowhere: there is nothing at this path" in shown.err) == ("", True)

@@ -71,3 +71,15 @@ def test_a_server_out_of_reach(monkeypatch, capsys):
     monkeypatch.setattr(Workspace, "save", save)
     assert main(["--entity", "us"]) == 1
     assert capsys.readouterr().err == "error: the workspace was not saved: ConnectionError: no route to host\n"
+
+
+def test_a_template_is_read_as_it_is_written(tmp_path):
+    """YAML makes numbers of names: 1.10 becomes 1.1, and the key 010 the key 8."""
+    path = tmp_path / "template.yaml"
+    panel = "{kind: line, title: 1_0, metrics: [1e3], regex: null, log: true}"
+    path.write_text(f"name: 1.10\nx_axis: 010\ngroup_by: [yes]\nsections: [{{name: 7, panels: [{panel}]}}]\n")
+    found = load_template(path)
+    assert (found.name, found.x_axis, found.group_by) == ("1.10", "010", ["yes"])
+    (section,) = found.sections
+    assert (section.name, section.panels[0].title, section.panels[0].metrics) == ("7", "1_0", ["1e3"])
+    assert (section.panels[0].log, section.panels[0].regex) == (True, None)
