@@ -1,4 +1,4 @@
-"""Stands for the processes of fairseq: forks of one that has imported fairseq already, which takes longer than a run."""
+"""In place of the processes of fairseq: forks of one that has imported it already, which takes longer than a run."""
 
 import multiprocessing
 import os
