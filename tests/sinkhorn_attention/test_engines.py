@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
     "detached, masks": {"gradient": "detached", "query_mask": mask_of(2, 1, 40), "key_mask": mask_of(2, 1, 23)},
     "scale": {"scale": -0.2},
 }
-SEVERAL = ("masks", "bias and masks", "dropout and masks", "support as bias", "row of bias")
+SEVERAL = ("bias and masks", "dropout and masks", "support as bias")
 
 
 @pytest.mark.parametrize("n_iters", [1, 2, 3, 4, 7])
@@ -78,6 +78,7 @@ def test_matches_the_reference(make_problem, agrees, engine, case: str, n_iters:
 
 @pytest.mark.parametrize(("n", "m"), [(1, 6), (6, 1), (1, 1), (7, 7), (5, 9), (9, 5), (16, 16), (17, 40), (33, 5)])
 def test_shapes(make_problem, agrees, engine, n: int, m: int) -> None:
+    sparing(engine, (n, m) in ((1, 1), (5, 9), (17, 40), (33, 5)))
     for lead in ((2,),) if interpreted(engine) else ((), (5,), (2, 3)):
         for n_iters in (4, 5) if interpreted(engine) else (1, 4, 5, 21):
             agrees(make_problem(n, m, n_iters, lead=lead))

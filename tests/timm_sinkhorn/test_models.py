@@ -357,6 +357,7 @@ INDUCTOR = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_the_cats_and_dogs_model_trains_compiled_without_a_graph_break(backend):
     """Whole, at its own size (but for the layers, all alike, where each is compiled to C++): a step of SGD, then the
