@@ -110,12 +110,16 @@ def test_stopped_with_its_workers(runs, overrides, signum):
     arguments = [sys.executable, "-m", "experiments.demo", "--workers", "1", "mnist_patches", *overrides]
     arguments.append("trainer.max_epochs=5000")
     process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 200
-    while not list(runs.folder.glob("*/*/checkpoints/*.ckpt")) and time.monotonic() < deadline:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.2)
-    process.send_signal(signum)
-    _, words = process.communicate(timeout=100)
+    try:
+        deadline = time.monotonic() + 200
+        while not list(runs.folder.glob("*/*/checkpoints/*.ckpt")) and time.monotonic() < deadline:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.2)
+        process.send_signal(signum)
+        _, words = process.communicate(timeout=100)
+    finally:
+        if process.poll() is None:  # it would train for hours
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     assert "stopped; the same command goes on from the last checkpoints" in words
     (folder,) = runs.folders()

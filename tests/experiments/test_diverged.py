@@ -100,6 +100,7 @@ def test_it_is_marked_as_failed_where_it_is_shown(runs, monkeypatch):
     assert ended[1:] == [None]
 
 
+@pytest.mark.slow
 def test_the_command_exits_with_1_and_one_sentence(runs):
     words = [*runs.overrides("optimizer.lr=1e30", "trainer.max_epochs=1"), "attention=sinkhorn"]
     done = subprocess.run(
@@ -248,6 +249,7 @@ def test_a_rate_that_diverges_loses_the_choice(runs, capsys):
     assert "patch14: 0.001" in out
 
 
+@pytest.mark.slow
 def test_on_one_process_of_several(runs):
     """The processes agree: both end, the first tells, nobody waits for the other."""
     words = runs.overrides("attention=sinkhorn", "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_epochs=1")

@@ -234,11 +234,13 @@ def test_a_crashed_run_does_not_lose_the_others(command, runs, monkeypatch):
 
 @pytest.mark.slow
 def test_joblib_runs_give_the_same_numbers(runs, other_runs):
-    sweep = ["seed=0,1", "trainer.max_epochs=1"]
+    for seed in (0, 1):
+        runs.start(f"seed={seed}", "trainer.max_epochs=1")
+    sweep = ["seed=0,1", "trainer.max_epochs=1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    arguments = [sys.executable, "-m", "experiments.train", "-m", *other_runs.overrides(*sweep)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for place, launcher in ((runs, []), (other_runs, ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])):
-        arguments = [sys.executable, "-m", "experiments.train", "-m", *place.overrides(*sweep, *launcher)]
-        subprocess.run(arguments, check=True, cwd=ROOT, env=environment, capture_output=True)
+    subprocess.run(arguments, check=True, cwd=ROOT, env=environment, capture_output=True)
+    assert len(other_runs.folders()) == 2
     for ours, theirs in zip(runs.folders(), other_runs.folders(), strict=True):
         assert ours.name == theirs.name
         assert (ours / "metrics.jsonl").read_bytes() == (theirs / "metrics.jsonl").read_bytes()

@@ -14,10 +14,19 @@ class Outcome(NamedTuple):
     parameters: dict[str, Tensor]
 
 
-def run(module: nn.Module, *inputs: Tensor, weight: Tensor | None = None, **kwargs: object) -> Outcome:
-    """Value, and the gradient of sum(weight * output) with respect to the inputs and every parameter."""
+def run(
+    module: nn.Module,
+    *inputs: Tensor,
+    weight: Tensor | None = None,
+    on_paper: Callable[..., Tensor] | None = None,
+    **kwargs: object,
+) -> Outcome:
+    """Value, and the gradient of sum(weight * output) with respect to the inputs and every parameter.
+
+    `on_paper` computes with the module's parameters in its place.
+    """
     inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
-    output = module(*inputs, **kwargs)
+    output = (module if on_paper is None else on_paper)(*inputs, **kwargs)
     if weight is None:
         weight = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
     names, parameters = zip(*module.named_parameters(), strict=True)
@@ -29,6 +38,24 @@ def run(module: nn.Module, *inputs: Tensor, weight: Tensor | None = None, **kwar
 @pytest.fixture(scope="session")
 def value_and_gradient() -> Callable[..., Outcome]:
     return run
+
+
+@pytest.fixture(scope="session")
+def batch_is_its_clouds() -> Callable[..., None]:
+    """A padded batch gives each cloud's output and gradient, and the sum of their parameters' gradients."""
+
+    def check(model: nn.Module, points: Tensor, mask: Tensor, sizes: list[int]) -> None:
+        weight = torch.linspace(-1, 1, 5 * len(sizes), dtype=torch.float64).view(len(sizes), 5)
+        padded = run(model, points, mask=mask, weight=weight)
+        alone = [run(model, points[i : i + 1, :n], weight=weight[i : i + 1]) for i, n in enumerate(sizes)]
+        for i, n in enumerate(sizes):
+            torch.testing.assert_close(padded.output[i], alone[i].output[0])
+            torch.testing.assert_close(padded.inputs[0][i, :n], alone[i].inputs[0][0])
+        assert (padded.inputs[0][~mask] == 0).all()
+        for name, gradient in padded.parameters.items():
+            torch.testing.assert_close(gradient, sum(outcome.parameters[name] for outcome in alone))
+
+    return check
 
 
 @pytest.fixture

@@ -31,18 +31,8 @@ def test_published_configuration_has_the_stated_parameters():
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_a_padded_batch_gives_the_results_of_its_clouds(options, ragged, value_and_gradient):
-    points, mask, sizes = ragged
-    model = small(**options)
-    weight = torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5)
-    padded = value_and_gradient(model, points, mask=mask, weight=weight)
-    alone = [value_and_gradient(model, points[i : i + 1, :n], weight=weight[i : i + 1]) for i, n in enumerate(sizes)]
-    for i, n in enumerate(sizes):
-        torch.testing.assert_close(padded.output[i], alone[i].output[0])
-        torch.testing.assert_close(padded.inputs[0][i, :n], alone[i].inputs[0][0])
-    assert (padded.inputs[0][~mask] == 0).all()
-    for name, gradient in padded.parameters.items():
-        torch.testing.assert_close(gradient, sum(outcome.parameters[name] for outcome in alone))
+def test_a_padded_batch_gives_the_results_of_its_clouds(options, ragged, batch_is_its_clouds):
+    batch_is_its_clouds(small(**options), *ragged)
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)

@@ -141,16 +141,6 @@ def test_large_maps_are_not_held_in_the_log_domain_either(monkeypatch, n_iters: 
         assert max(count.largest_new for count in cost(engine, n_iters, 100.0)) <= HEADS * 16 * M, "blocks"
 
 
-def test_recomputing_saves_what_keeping_saves(saved_bytes) -> None:
-    query, key, value = (torch.randn(HEADS, N, WIDTH, requires_grad=True) for _ in range(3))
-    for n_iters in (1, 4, 21):
-        kept, recomputed = (
-            saved_bytes(lambda b=backend, t=n_iters: sinkhorn_attention(query, key, value, t, backend=b))
-            for backend in ("portable", "streaming")
-        )
-        assert kept == recomputed
-
-
 def test_scratch_is_bounded_released_and_not_shared() -> None:
     scratch.release()
     shape = (scratch.MIN_BYTES // 4,)

@@ -1,6 +1,7 @@
 """The registry, and every normalizer against a plain formula in float64, in value and in gradient."""
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -14,13 +15,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled"),
 ]
 
-OPTIONS = {"sinkhorn": {"n_iters": 3}, "sinkhorn_l2": {"n_iters": 3}, "unbalanced_sinkhorn": {"n_iters": 3}}
+OPTIONS = {name: {"n_iters": 3} for name in ("sinkhorn", "sinkhorn_l2", "unbalanced_sinkhorn")}
+OPTIONS |= {"esp": {"temperature": 0.3}}
 ALL = ["l2", "sigmoid", "sinkhorn", "sinkhorn_l2", "softmax", "unbalanced_sinkhorn"]
 ROW_WISE = ["l2", "sigmoid", "softmax"]
 FROM_SCORES = ["sigmoid", "sinkhorn", "softmax", "unbalanced_sinkhorn"]
+#: Those that take no bias, too; the formulas of these are in test_lot.py and test_esp.py.
+EVERY = [*ALL, "esp", "lot", "lot, learned masses"]
 
 
 def build(name: str) -> Normalizer:
+    if name.startswith("lot"):
+        learned = {"learned_masses": "learned" in name}
+        normalizer = get_normalizer("lot", n_iters=5, num_pivots=3, head_dim=4, num_heads=2, **learned).double()
+        with torch.no_grad():  # pivots far apart and unequal masses
+            for parameter in normalizer.parameters():
+                parameter.copy_(torch.linspace(-3, 3, parameter.numel()).sin().view_as(parameter))
+        return normalizer
     return get_normalizer(name, **OPTIONS.get(name, {}))
 
 
@@ -153,7 +164,7 @@ def test_from_scores(name: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_padding_equals_the_tokens_alone(name: str, side: str) -> None:
     valid_n, valid_m = 4, 3
     query, key, value = tokens(6, 8)
@@ -170,14 +181,15 @@ def test_padding_equals_the_tokens_alone(name: str, side: str) -> None:
         whole[..., where, :] = tensor
         padded.append(whole)
     normalizer = build(name)
+    parameters = list(normalizer.parameters())
     masks = {"query_mask": query_mask, "key_mask": key_mask}
     coupling = normalizer.coupling(*padded[:2], **masks)
-    same(coupling[..., rows, columns], normalizer.coupling(*alone[:2]), alone[:2])
+    same(coupling[..., rows, columns], normalizer.coupling(*alone[:2]), alone[:2] + parameters)
     outside = ~(query_mask.unsqueeze(-1) & key_mask.unsqueeze(-2)).expand_as(coupling)
     assert (coupling[outside] == 0).all()
     out = normalizer.attend(*padded, **masks)
     out.register_hook(lambda arriving: arriving.masked_fill(~query_mask.unsqueeze(-1), torch.nan))
-    same(out[..., rows, :], normalizer.attend(*alone), alone)
+    same(out[..., rows, :], normalizer.attend(*alone), alone + parameters)
     assert (out.masked_select(~query_mask.unsqueeze(-1)) == 0).all()
 
 
@@ -200,24 +212,45 @@ def test_support(name: str, polarity: str) -> None:
     torch.testing.assert_close(coupling @ value, out)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_sample_with_nothing_valid(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "hides"),
+    [*itertools.product(EVERY, ("queries", "keys", "both")), *((name, "bias") for name in ALL)],
+)
+def test_sample_with_nothing_valid(name: str, hides: str) -> None:
     query, key, value = (tensor.requires_grad_() for tensor in tokens(5, 5))
     mask = torch.tensor([[False] * 5, [True] * 5]).unsqueeze(1)
+    options = {"query_mask": mask, "key_mask": mask}
+    if hides == "bias":
+        options = {"attn_bias": torch.zeros(2, 1, 5, 5).masked_fill(~mask.unsqueeze(-1), -math.inf)}
+    elif hides != "both":
+        del options["key_mask" if hides == "queries" else "query_mask"]
+    normalizer = build(name)
+    inputs = [query, key, value, *normalizer.parameters()]
     with torch.autograd.detect_anomaly(check_nan=True):
-        out = build(name).attend(query, key, value, query_mask=mask, key_mask=mask)
-        coupling = build(name).coupling(query, key, query_mask=mask, key_mask=mask)
-        gradients = torch.autograd.grad(out.sum() + coupling.square().sum(), [query, key, value])
+        out = normalizer.attend(query, key, value, **options)
+        coupling = normalizer.coupling(query, key, **options)
+        gradients = torch.autograd.grad(out.square().sum() + coupling.square().sum(), inputs)
     assert (out[0] == 0).all()
     assert (coupling[0] == 0).all()
-    torch.testing.assert_close(out[1], build(name).attend(query[1], key[1], value[1]))
-    for gradient in gradients:
-        assert gradient.isfinite().all()
+    torch.testing.assert_close(out[1], normalizer.attend(query[1], key[1], value[1]))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    for gradient in gradients[:3]:
         assert (gradient[0] == 0).all()
+        assert (gradient[1] != 0).any()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_permutations(name: str) -> None:
+    """Permuting queries permutes rows, permuting keys permutes columns."""
+    query, key, _ = tokens(6, 7)
+    generator = torch.Generator().manual_seed(1)
+    rows, columns = torch.randperm(6, generator=generator), torch.randperm(7, generator=generator)
+    moved = build(name).coupling(query[..., rows, :], key[..., columns, :])
+    torch.testing.assert_close(moved, build(name).coupling(query, key)[..., rows, :][..., columns])
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 3), (3, 0), (0, 0)])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_no_tokens(name: str, n: int, m: int) -> None:
     query, key, value = tokens(n, m)
     out = build(name).attend(query, key, value)
@@ -236,7 +269,7 @@ def test_one_sample_does_not_see_its_batch(name: str) -> None:
             torch.testing.assert_close(out[sample, head], alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_masks_are_not_aligned_with_the_heads(name: str) -> None:
     """(batch, tokens) beside (batch, heads, tokens, width), with as many samples as heads, would run silently."""
     query, key, value = tokens(5, 5)
@@ -293,15 +326,15 @@ def test_causal_bias(name: str) -> None:
     torch.testing.assert_close(normalizer.attend(query, key, value, attn_bias=causal)[..., :4, :], before[..., :4, :])
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_dropout_acts_on_the_final_map(name: str) -> None:
     """With the identity for values the output is the map: entries are 0 or the map's over 1 - p."""
     query, key, _ = tokens(40, 40, dtype=torch.float32)
-    value = torch.eye(40).expand(2, 2, 40, 40)
+    value, normalizer = torch.eye(40).expand(2, 2, 40, 40), build(name).float()
     torch.manual_seed(0)
-    out = build(name).attend(query, key, value, dropout_p=0.25)
+    out = normalizer.attend(query, key, value, dropout_p=0.25)
     dropped = out == 0
-    coupling = build(name).coupling(query, key)
+    coupling = normalizer.coupling(query, key)
     torch.testing.assert_close(out[~dropped], (coupling / 0.75)[~dropped], rtol=1e-4, atol=1e-6)
     assert 0.22 < dropped.float().mean() < 0.28
 

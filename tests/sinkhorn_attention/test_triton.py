@@ -19,11 +19,12 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_triton_kernels.py runs on the GPU itself")
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("names", [("triton_kernels", "properties"), ("engines",)], ids="-".join)
+def test_kernels_in_the_interpreter(names: tuple[str, ...]) -> None:
     """In a process of its own: Triton decides at import whether it compiles, for the whole process."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     folder = Path(__file__).parent
-    tests = [str(folder / f"test_{name}.py") for name in ("triton_kernels", "engines", "properties")]
+    tests = [str(folder / f"test_{name}.py") for name in names]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run([*command, "-k", "triton", *tests], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-20000:] + run.stderr[-5000:]

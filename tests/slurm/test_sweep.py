@@ -32,22 +32,21 @@ main()
 MIXED = [
     "experiment=mnist_patches,shapes_set",
     "attention=softmax,sinkhorn",
-    "seed=range(7)",
+    "seed=range(2)",
     "optimizer._target_='a, b $HOME','größe \\'x\\''",
     "optimizer.lr=1e-3",
     "label='$(id), \"é\"'",
 ]
 
 
-@pytest.mark.slow
-def test_fifty_mixed_runs_are_those_of_hydra(tmp_path):
+def test_mixed_runs_are_those_of_hydra(tmp_path):
     out = tmp_path / "runs.jsonl"
     script = RECORDER.format(configs=str(CONFIGS), out=str(out))
     words = ["-m", f"hydra.sweep.dir={tmp_path / 'hydra'}", *MIXED]
     subprocess.run([sys.executable, "-c", script, *words], check=True, cwd=Path.cwd(), capture_output=True, timeout=300)
     theirs = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     ours = plan(MIXED)
-    assert len(ours) == len(theirs) == 56
+    assert len(ours) == len(theirs) == 16
     for planned, (overrides, config) in zip(ours, theirs, strict=True):
         assert planned.overrides == overrides
         assert planned.config == config

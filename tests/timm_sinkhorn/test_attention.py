@@ -207,14 +207,6 @@ def test_models_that_mean_a_gate_by_attn_layer_say_so():
         model(torch.randn(1, 3, 64, 64))
 
 
-def test_fused_attn_has_no_effect():
-    _, ours, x = pair(5)
-    wanted = ours(x)
-    for fused in (True, False):
-        ours.fused_attn = fused
-        torch.testing.assert_close(ours(x), wanted, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

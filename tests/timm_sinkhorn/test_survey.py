@@ -1,9 +1,7 @@
 import csv
-import subprocess
-import sys
 
 import pytest
-from timm_sinkhorn.survey import COLUMNS, FAMILIES, TABLE, survey
+from timm_sinkhorn.survey import COLUMNS, FAMILIES, TABLE, main, survey
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +24,17 @@ def test_rows_are_what_the_survey_finds(family, table):
     assert row == {column: table[family][column] for column in row}
 
 
-def test_the_command_writes_rows(tmp_path, table):
+def test_the_command_writes_rows(tmp_path, table, monkeypatch):
     output = tmp_path / "families.csv"
-    command = [sys.executable, "-m", "timm_sinkhorn.survey", "nest", "--output", str(output)]
-    subprocess.run(command, check=True, capture_output=True)
+    monkeypatch.setattr("sys.argv", ["survey", "nest", "--output", str(output)])
+    main()
     with output.open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert {**row, "difference": ""} == {**table["nest"], "difference": ""}
 
 
-def test_unknown_families_are_refused():
-    command = [sys.executable, "-m", "timm_sinkhorn.survey", "lenet"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "unknown lenet; there are vit, " in done.stderr
+def test_unknown_families_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["survey", "lenet"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "unknown lenet; there are vit, " in capsys.readouterr().err

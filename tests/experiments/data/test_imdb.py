@@ -213,6 +213,7 @@ for column in ("input0", "label"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("fairseq") is None, reason="fairseq is not installed")
 def test_in_the_plainest_locale_fairseq_reads_what_was_written(tmp_path):
     pack(tmp_path / "x.tgz", reviews())

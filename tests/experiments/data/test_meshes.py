@@ -196,6 +196,7 @@ def run_command(archive, target, num_points):
     return subprocess.Popen([sys.executable, "-c", code, str(archive), str(target), str(num_points)], cwd=root)
 
 
+@pytest.mark.slow
 def test_killed_half_way_and_started_again_gives_the_same_content(archive, tmp_path):
     target = tmp_path / "out.h5"
     process = run_command(archive, target, 300_000)
@@ -212,6 +213,7 @@ def test_killed_half_way_and_started_again_gives_the_same_content(archive, tmp_p
     assert_equal(arrays(target), arrays(tmp_path / "whole.h5"))
 
 
+@pytest.mark.slow
 def test_several_processes_at_once_build_it_once(archive, tmp_path):
     target = tmp_path / "out.h5"
     processes = [run_command(archive, target, 20_000) for _ in range(2)]

@@ -19,8 +19,13 @@ from experiments.runners.classifier import Classifier
 from experiments.runners.run_dir import RunDir
 
 WORLDS = range(1, 65)
-# Samples and batch of three experiments, whose last batches hold 27, 16 and 27; and one that leaves a single sample.
-SIZES = {"modelnet40_set": (8859, 64), "cats_dogs_vit": (18000, 64), "modelnet40_pct": (8859, 32), "one": (129, 64)}
+# Three batches and the last one of three experiments, of 27, 16 and 27 samples; and one of a single sample.
+SIZES = {
+    "modelnet40_set": (3 * 64 + 27, 64),
+    "cats_dogs_vit": (3 * 64 + 16, 64),
+    "modelnet40_pct": (3 * 32 + 27, 32),
+    "one": (3 * 64 + 1, 64),
+}
 
 
 def datasets(size):

@@ -18,8 +18,10 @@ import torch
 from numpy._core import multiarray
 
 from experiments.config import compose, resolve
+from experiments.runners import fairseq_process
 from experiments.runners.run_dir import RunDir
 from experiments.train import Outcome, execute
+from tests.experiments.fairseq_runs.forked import FORKING
 
 PREPROCESS = """
 import sys
@@ -97,7 +99,11 @@ class TextRuns:
         return [f"paths.runs={self.folder}", f"paths.data={self.data}", *more]
 
     def start(self, *more: str) -> Outcome:
-        return execute(compose(self.overrides(*more)), self.overrides(*more))
+        """In this process; fairseq's are forks, but where a test has put something before its import."""
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if not any(Path(entry, "sitecustomize.py").exists() for entry in os.getenv("PYTHONPATH", "").split(":")):
+                monkeypatch.setattr(fairseq_process, "subprocess", FORKING)
+            return execute(compose(self.overrides(*more)), self.overrides(*more))
 
     def run_dir(self, *more: str) -> RunDir:
         return RunDir.of(resolve(compose(self.overrides(*more))))

@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SINKHORN = ("attention=sinkhorn", "attention.n_iters=3")
 RECORDING = ("columns.every=2", "columns.samples=7")
 
 
+@pytest.mark.slow
 def test_recording_changes_nothing_and_goes_on_after_a_stop(
     whole: Path, text_runs: Any, sentiment: tuple[str, ...]
 ) -> None:

@@ -11,6 +11,7 @@ from experiments.errors import Diverged, RunError
 from experiments.evaluate import main as evaluate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_training_that_diverges_has_failed(text_runs: Any, sentiment: tuple[str, ...], devices: int) -> None:
     overrides = (*sentiment, "optimizer.lr=1e30", "trainer.max_epochs=2", f"trainer.devices={devices}")
@@ -42,6 +43,7 @@ Criterion.forward = spoiled
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "value", "devices", "said"),
     [
@@ -191,6 +193,7 @@ def test_what_does_not_fit_or_would_change_nothing_is_refused_before_a_folder_is
     assert not text_runs.folder.exists()
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_missed_in_an_evaluation_too(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

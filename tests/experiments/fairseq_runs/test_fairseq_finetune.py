@@ -8,6 +8,7 @@ import pytest
 from experiments import evaluate
 
 
+@pytest.mark.slow
 def test_weights_are_taken_over_and_evaluated_before_and_after(
     text_runs: Any, narrow: tuple[str, ...], rows: Callable[[Path], list[dict]], capsys: pytest.CaptureFixture[str]
 ) -> None:

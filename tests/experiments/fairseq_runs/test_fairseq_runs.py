@@ -45,6 +45,7 @@ def test_a_run_has_the_files_of_every_run(whole: Path, rows: Callable[[Path], li
     assert {path.name for path in (whole / "checkpoints").iterdir()} == {"checkpoint_best.pt", "checkpoint_last.pt"}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_killed_and_damaged_ends_with_the_same_numbers(
     whole: Path, text_runs: Any, sentiment: tuple[str, ...], capsys: pytest.CaptureFixture[str], checkpoint: Read
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_run_that_was_stopped_killed_and_damaged_ends_with_the_same_numbers(
     assert [attempt["from_step"] for attempt in attempts] == [0, at, before]
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on_within_the_epoch(
     text_runs: Any,
     sentiment: tuple[str, ...],
@@ -114,6 +116,7 @@ def test_another_number_of_processes_goes_on_within_the_epoch(
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_other_batches_begin_the_epoch_anew(
     text_runs: Any,
     sentiment: tuple[str, ...],
