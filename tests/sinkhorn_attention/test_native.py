@@ -381,3 +381,24 @@ def test_the_wheel_has_its_libraries_and_works_without_the_suite(tmp_path) -> No
 
 def test_ctypes_fields_are_as_wide_as_the_header_says() -> None:
     assert ctypes.sizeof(native.Operand) == 8 * (2 + native.MAX_LEAD + 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("compiler", "emulator"),
+    [("g++", ()), ("aarch64-linux-gnu-g++", ("qemu-aarch64-static",))],
+    ids=["of this machine", "ARM"],
+)
+def test_the_same_source_is_right_on_other_processors(tmp_path, compiler: str, emulator: tuple[str, ...]) -> None:
+    """Values and gradients by a program without Python, emulated where it is not this machine's; 16-byte vectors."""
+    for program in (compiler, *emulator):
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program}")
+    folder = Path(native.__file__).parent / "cpp"
+    flags = ["-std=c++20", "-O2", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp", "-static", "-Wno-psabi"]
+    sources = [str(Path(__file__).parent / "native_driver.cpp"), str(folder / "native.cpp")]
+    program = tmp_path / "driver"
+    subprocess.run([compiler, *flags, f"-I{folder}", *sources, "-o", str(program)], check=True)
+    done = subprocess.run([*emulator, str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("right") == 80

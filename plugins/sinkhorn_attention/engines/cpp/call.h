@@ -5,6 +5,11 @@
 #include <cstring>
 
 constexpr int MAX_LEAD = 8;
+#if defined(__aarch64__)
+typedef __fp16 Half;  // g++ knows no _Float16 there before its version 13
+#else
+typedef _Float16 Half;
+#endif
 
 enum Dtype : int64_t { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, BOOL };
 enum Domain : uint8_t { BOUNDED, SHIFTED, LOG_DOMAIN };  // as domains.py has them
@@ -81,7 +86,7 @@ static void read_numbers(F* out, const Operand& o, int64_t at, int64_t stride, i
                 out[i] = (F)from_bfloat16(((const uint16_t*)o.data)[at + i * stride]) * factor;
             break;
         case FLOAT16:
-            for (int64_t i = 0; i < count; i++) out[i] = (F)((const _Float16*)o.data)[at + i * stride] * factor;
+            for (int64_t i = 0; i < count; i++) out[i] = (F)((const Half*)o.data)[at + i * stride] * factor;
             break;
     }
 }
@@ -100,7 +105,7 @@ static void write_numbers(const Operand& o, int64_t at, const F* from, int64_t c
             for (int64_t i = 0; i < count; i++) ((uint16_t*)o.data)[at + i] = to_bfloat16((float)(from[i] * factor));
             break;
         case FLOAT16:
-            for (int64_t i = 0; i < count; i++) ((_Float16*)o.data)[at + i] = (_Float16)(from[i] * factor);
+            for (int64_t i = 0; i < count; i++) ((Half*)o.data)[at + i] = (Half)(from[i] * factor);
             break;
     }
 }
