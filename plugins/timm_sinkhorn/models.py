@@ -207,7 +207,7 @@ def sinkformer_vit_catsdogs(pretrained: bool = False, **kwargs: Any) -> nn.Modul
     Width 128, 6 layers, 8 heads of 64 without qkv bias, feed-forward 128 with exact GELU, LayerNorm eps 1e-5, patches
     of 16 in images of 224, class token, N(0, 1) positions, 2 classes.
     """
-    sizes = {"patch_size": 16, "depth": 6, "num_heads": 8, "mlp_ratio": 1.0}
+    sizes: dict[str, Any] = {"patch_size": 16, "depth": 6, "num_heads": 8, "mlp_ratio": 1.0}
     return _create("sinkformer_vit_catsdogs", pretrained, kwargs, **_PAPER, **sizes)
 
 
@@ -218,5 +218,5 @@ def sinkformer_vit_mnist(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     Width 128, images (1, 28, 28), class token, N(0, 1) positions, LayerNorm eps 1e-5, no qkv bias, 10 classes.
     `patch_size` (7 by default) must divide 28; the paper sweeps 1, 2, 4, 7, 14 and 28.
     """
-    sizes = {"patch_size": 7, "depth": 1, "num_heads": 1, "block_fn": AttentionOnlyBlock}
+    sizes: dict[str, Any] = {"patch_size": 7, "depth": 1, "num_heads": 1, "block_fn": AttentionOnlyBlock}
     return _create("sinkformer_vit_mnist", pretrained, kwargs, n_iters=5, **_PAPER, **sizes)

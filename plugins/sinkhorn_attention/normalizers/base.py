@@ -14,8 +14,6 @@ from .scores import attention_scores, full_precision_matmul
 
 _REGISTRY: dict[str, type["Normalizer"]] = {}
 NormalizerClass = TypeVar("NormalizerClass", bound=type["Normalizer"])
-#: A normalizer and its options as one value: a name, {"name": ..., **options}, or a Normalizer to take after.
-NormalizerChoice: TypeAlias = "str | Mapping[str, Any] | Normalizer"
 
 
 def register_normalizer(name: str) -> Callable[[NormalizerClass], NormalizerClass]:
@@ -233,3 +231,7 @@ class Normalizer(nn.Module):
         """Raises ValueError unless there is a value for each key: torch's fused softmax reads on past a short one."""
         if value.shape[-2] != key.shape[-2]:
             raise ValueError(f"value must have as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}")
+
+
+#: A normalizer and its options as one value: a name, {"name": ..., **options}, or a Normalizer to take after.
+NormalizerChoice: TypeAlias = str | Mapping[str, Any] | Normalizer
