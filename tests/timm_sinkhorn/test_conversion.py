@@ -11,9 +11,10 @@ from sinkhorn_attention.reference import sinkhorn_reference
 from timm_sinkhorn import NormalizedAttention, convert
 from timm_sinkhorn.kinds import KINDS
 from timm_sinkhorn.kinds import converted as converted_class
-from timm_sinkhorn.survey import FAMILIES, relative_difference, spread
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from tests.timm_sinkhorn.survey import FAMILIES, relative_difference, spread
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*single query:UserWarning"),

@@ -1,9 +1,13 @@
 import csv
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from timm_sinkhorn.survey import COLUMNS, FAMILIES, TABLE, survey
+
+from tests.timm_sinkhorn.survey import COLUMNS, FAMILIES, TABLE, survey
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +32,15 @@ def test_rows_are_what_the_survey_finds(family, table):
 
 def test_the_command_writes_rows(tmp_path, table):
     output = tmp_path / "families.csv"
-    command = [sys.executable, "-m", "timm_sinkhorn.survey", "nest", "--output", str(output)]
-    subprocess.run(command, check=True, capture_output=True)
+    command = [sys.executable, "-m", "tests.timm_sinkhorn.survey", "nest", "--output", str(output)]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     with output.open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert {**row, "difference": ""} == {**table["nest"], "difference": ""}
 
 
 def test_unknown_families_are_refused():
-    command = [sys.executable, "-m", "timm_sinkhorn.survey", "lenet"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.timm_sinkhorn.survey", "lenet"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "unknown lenet; there are vit, " in done.stderr
