@@ -174,19 +174,10 @@ class PublishedSentimentModel(SentimentModel):
             raise ValueError("--sinkhorn-layers: the published model has the same attention in all layers")
         return cls(args, PublishedEncoder(args, task.source_dictionary, options.choose()))
 
-    def forward(
-        self,
-        src_tokens: Tensor,
-        src_lengths: Tensor | None = None,
-        features_only: bool = True,
-        classification_head_name: str | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """As for `sinkformer_sentiment`; with `--published-output probabilities` a head's output is softmaxed."""
-        out, extra = super().forward(src_tokens, src_lengths, features_only, classification_head_name)
-        if classification_head_name is not None and self.args.published_output == "probabilities":
-            out = out.softmax(-1)
-        return out, extra
+    def classify(self, features: Tensor, head: str) -> Tensor:
+        """The logits, or with `--published-output probabilities` their softmax."""
+        logits = super().classify(features, head)
+        return logits.softmax(-1) if self.args.published_output == "probabilities" else logits
 
 
 @register_architecture("sinkformer_sentiment_official", "sinkformer_sentiment_imdb_official")

@@ -82,7 +82,12 @@ class SentimentModel(FairseqEncoderModel):
         features = self.encoder(src_tokens)
         if classification_head_name is None:
             return features, {}
-        return self.classification_heads[classification_head_name](features), {}
+        return self.classify(features, classification_head_name), {}
+
+    def classify(self, features: Tensor, head: str) -> Tensor:
+        """The logits of a head, (B, num_classes), from the features of sentences, (B, C)."""
+        logits: Tensor = self.classification_heads[head](features)
+        return logits
 
     def get_normalized_probs(
         self, net_output: tuple[Tensor, Any], log_probs: bool, sample: Mapping[str, Any] | None = None
