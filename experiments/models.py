@@ -26,15 +26,16 @@ def timm_model(name: str, attention: Mapping[str, Any], num_classes: int, **opti
     """
     # Imported here: the entry point reads this module before it is known whether anything is left to train.
     import timm
-    import timm_sinkhorn  # noqa: F401  registers the models
+    import timm_sinkhorn
 
     if not timm.is_model(name):
         known = ", ".join(timm.list_models("sinkformer*"))
         raise ValueError(f"model.name={name} is not registered with timm; the suite's own are {known}")
-    if attention.get("layers") is None:
-        return timm.create_model(name, num_classes=num_classes, **_as_arguments(attention), **options)
+    normalizer, layers = _split(attention)
+    if layers is None:
+        return timm.create_model(name, num_classes=num_classes, normalizer=normalizer, **options)
     model = timm.create_model(name, num_classes=num_classes, normalizer="softmax", **options)
-    _convert(model, attention)
+    timm_sinkhorn.convert(model, normalizer, layers=layers)
     return model
 
 
@@ -67,6 +68,7 @@ def pretrained_timm_model(
         ValueError: for weights that are not there, out of reach or of another model, and for bad settings.
     """
     import timm
+    import timm_sinkhorn
 
     if head not in ("new", "imagenet"):
         raise ValueError(f"model.head must be new or imagenet; got {head!r}")
@@ -88,8 +90,9 @@ def pretrained_timm_model(
             "network, fetch them elsewhere and give model.weights=FILE or model.name=local-dir:FOLDER"
         ) from error
     # All layers first, so that those which keep softmax can be recorded too.
-    _convert(model, {"name": "softmax"})
-    _convert(model, attention)
+    timm_sinkhorn.convert(model, "softmax")
+    normalizer, layers = _split(attention)
+    timm_sinkhorn.convert(model, normalizer, layers=layers)
     whole: nn.Module = ImageNetCatsDogs(model) if head == "imagenet" else model
     if train is not None:
         _train_only(whole, train)
@@ -123,14 +126,6 @@ def _train_only(model: nn.Module, patterns: Sequence[str]) -> None:
         parameter.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 
 
-def _convert(model: nn.Module, attention: Mapping[str, Any]) -> None:
-    import timm_sinkhorn
-
-    options = dict(attention)
-    name, layers = options.pop("name"), options.pop("layers", None)
-    timm_sinkhorn.convert(model, name, layers=layers, **options)
-
-
 def cloud_model(name: str, attention: Mapping[str, Any], num_classes: int, **options: Any) -> nn.Module:
     """A point-cloud model of `pyg_sinkhorn`'s registry.
 
@@ -153,17 +148,16 @@ def cloud_model(name: str, attention: Mapping[str, Any], num_classes: int, **opt
     if name not in pyg_sinkhorn.list_models():
         known = ", ".join(pyg_sinkhorn.list_models())
         raise ValueError(f"model.name={name} is not registered with pyg_sinkhorn, which has {known}")
-    if attention.get("layers") is None:
-        return pyg_sinkhorn.create_model(name, num_classes=num_classes, **_as_arguments(attention), **options)
+    normalizer, layers = _split(attention)
+    if layers is None:
+        return pyg_sinkhorn.create_model(name, num_classes=num_classes, normalizer=normalizer, **options)
     own = "pct" if name.startswith("pct") else "softmax"
     model = pyg_sinkhorn.create_model(name, num_classes=num_classes, normalizer=own, **options)
-    settings = dict(attention)
-    pyg_sinkhorn.convert(model, settings.pop("name"), layers=settings.pop("layers"), **settings)
+    pyg_sinkhorn.convert(model, normalizer, layers=layers)
     return model
 
 
-def _as_arguments(attention: Mapping[str, Any]) -> dict[str, Any]:
-    options = dict(attention)
-    options.pop("layers", None)
-    name, n_iters = options.pop("name"), options.pop("n_iters", None)
-    return {"normalizer": name, "n_iters": n_iters, "normalizer_options": options}
+def _split(attention: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The normalizer with its options, and the layers that have it."""
+    normalizer = {option: value for option, value in attention.items() if option != "layers"}
+    return normalizer, attention.get("layers")

@@ -41,6 +41,6 @@ def test_experiments_and_files_named_exist() -> None:
 
 
 def test_the_table_of_families_is_the_file() -> None:
-    with open(ROOT / "plugins/timm_sinkhorn/families.csv", newline="", encoding="utf-8") as file:
+    with open(ROOT / "tests/timm_sinkhorn/families.csv", newline="", encoding="utf-8") as file:
         for row in csv.reader(file):
             assert f"| {' | '.join(row)} |" in README

@@ -4,6 +4,8 @@ Every module of this package calls these functions by their module, `operator.co
 of `sinkhorn` and `get_normalizer` here is therefore what all statements are checked on.
 """
 
+from typing import Any
+
 import torch
 from sinkhorn_attention import Normalizer, get_normalizer, marginal_error, sinkhorn
 from sinkhorn_attention.engines import implicit
@@ -50,7 +52,7 @@ def converged(scores: Tensor, tolerance: float = 1e-13) -> Tensor:
     return coupling(scores, converged_iters(scores, tolerance))
 
 
-def normalizer(name: str, **options: object) -> Normalizer:
+def normalizer(name: str, **options: Any) -> Normalizer:
     """The normalizer registered under `name`."""
     return get_normalizer(name, **options)
 

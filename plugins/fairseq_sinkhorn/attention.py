@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 from sinkhorn_attention.masks import CAUSAL_FILL, CAUSAL_REFUSAL
+from sinkhorn_attention.normalizers import NormalizerChoice
 from sinkhorn_attention.normalizers.scores import full_precision_matmul
 from torch import Tensor
 
@@ -30,7 +31,7 @@ class SinkhornMultiheadAttention(MultiheadAttention):
         *args: further arguments of fairseq's class, by position.
         sinkhorn_iters: number of HALF-steps, rows first; 1 is softmax. None is 3 for normalizers that count any.
         sinkhorn_gradient: "unrolled", "detached" or "implicit", as in `sinkhorn_attention`.
-        normalizer: a name of `sinkhorn_attention.list_normalizers()`.
+        normalizer: a name, a mapping of "name" and options, or a Normalizer: see `sinkhorn_attention.get_normalizer`.
         normalizer_options: further options of the normalizer.
         mask_queries: whether padded tokens of self-attention are left out as queries; False is for reproducing the
             published sentiment code, which hides them as keys alone.
@@ -51,7 +52,7 @@ class SinkhornMultiheadAttention(MultiheadAttention):
         *args: Any,
         sinkhorn_iters: int | None = None,
         sinkhorn_gradient: str = "unrolled",
-        normalizer: str = "sinkhorn",
+        normalizer: NormalizerChoice = "sinkhorn",
         normalizer_options: Mapping[str, Any] | None = None,
         mask_queries: bool = True,
         **kwargs: Any,

@@ -8,10 +8,10 @@ from fairseq.models.transformer import TransformerConfig, TransformerEncoderBase
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+from sinkhorn_attention.normalizers import NormalizerChoice
 from torch import nn
 
 from .attention import SinkhornMultiheadAttention
-from .options import AttentionOptions
 
 
 class SinkformerEncoderLayer(TransformerEncoderLayerBase):
@@ -19,19 +19,19 @@ class SinkformerEncoderLayer(TransformerEncoderLayerBase):
 
     Args:
         cfg: a TransformerConfig.
-        options: of the attention.
+        normalizer: of the attention, with its options.
         return_fc: as for fairseq's class.
         **attention_kwargs: further arguments of the attention.
     """
 
     def __init__(
-        self, cfg: TransformerConfig, options: AttentionOptions, return_fc: bool = False, **attention_kwargs: Any
+        self, cfg: TransformerConfig, normalizer: NormalizerChoice, return_fc: bool = False, **attention_kwargs: Any
     ) -> None:
-        self._attention = (options, attention_kwargs)  # the base constructor builds the attention
+        self._attention = (normalizer, attention_kwargs)  # the base constructor builds the attention
         super().__init__(cfg, return_fc=return_fc)
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> MultiheadAttention:
-        options, attention_kwargs = self._attention
+        normalizer, attention_kwargs = self._attention
         return SinkhornMultiheadAttention(
             embed_dim,
             cfg.encoder.attention_heads,
@@ -40,10 +40,7 @@ class SinkformerEncoderLayer(TransformerEncoderLayerBase):
             q_noise=self.quant_noise,
             qn_block_size=self.quant_noise_block_size,
             xformers_att_config=cfg.encoder.xformers_att_config,
-            sinkhorn_iters=options.sinkhorn_iters,
-            sinkhorn_gradient=options.sinkhorn_gradient,
-            normalizer=options.normalizer,
-            normalizer_options=options.normalizer_options,
+            normalizer=normalizer,
             **attention_kwargs,
         )
 
@@ -57,7 +54,7 @@ class SinkformerEncoder(TransformerEncoderBase):
         cfg: a TransformerConfig.
         dictionary: of the source.
         embed_tokens: the embedding.
-        options: of the attention.
+        normalizer: of their attention, with its options.
         layers: numbers of the layers.
         return_fc: as for fairseq's class.
     """
@@ -67,19 +64,19 @@ class SinkformerEncoder(TransformerEncoderBase):
         cfg: TransformerConfig,
         dictionary: Any,
         embed_tokens: nn.Embedding,
-        options: AttentionOptions,
+        normalizer: NormalizerChoice,
         layers: Collection[int],
         return_fc: bool = False,
     ) -> None:
         # The base constructor builds the layers, in order, and does not say which one it is at.
-        self._options, self._selected, self._built = options, sorted(layers), 0
+        self._normalizer, self._selected, self._built = normalizer, sorted(layers), 0
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
 
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
         number, self._built = self._built, self._built + 1
         if number not in self._selected:
             return super().build_encoder_layer(cfg)
-        layer = SinkformerEncoderLayer(cfg, self._options, return_fc=self.return_fc)
+        layer = SinkformerEncoderLayer(cfg, self._normalizer, return_fc=self.return_fc)
         # As in the base method, which makes its own layer and wraps it in one go.
         if cfg.checkpoint_activations:
             layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)

@@ -1,14 +1,20 @@
 """The options of the attention, from fairseq's command line or Hydra configuration."""
 
 import argparse
-import inspect
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sinkhorn_attention import Normalizer, get_normalizer, list_normalizers
 from sinkhorn_attention.conversion import select_layers
+from sinkhorn_attention.normalizers import (
+    Normalizer,
+    NormalizerChoice,
+    choose_normalizer,
+    get_normalizer,
+    list_normalizers,
+    normalizer_class,
+)
 
 #: Half-steps where none are asked for.
 HALF_STEPS = 3
@@ -16,18 +22,18 @@ HALF_STEPS = 3
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What the encoder's self-attention is normalised by.
+    """What the encoder's self-attention is normalised by, as fairseq's command line spells it.
 
     Attributes:
         sinkhorn_iters: number of HALF-steps, 1 is softmax; for normalizers that count any, None is 3 for these.
         sinkhorn_gradient: "unrolled", "detached" or "implicit", as in `sinkhorn_attention`.
-        normalizer: a name of `sinkhorn_attention.list_normalizers()`.
+        normalizer: a name, a mapping of "name" and options, or a Normalizer: see `sinkhorn_attention.get_normalizer`.
         normalizer_options: further options of that normalizer, such as {"rho": 5.0}.
     """
 
     sinkhorn_iters: int | None = None
     sinkhorn_gradient: str = "unrolled"
-    normalizer: str = "sinkhorn"
+    normalizer: NormalizerChoice = "sinkhorn"
     normalizer_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -48,41 +54,36 @@ class AttentionOptions:
             raise ValueError(f"--attention-normalizer-options must be a JSON object, got {options!r}")
         return cls(args.sinkhorn_iters, args.sinkhorn_gradient, args.attention_normalizer, dict(options))
 
-    def build(self, head_dim: int, num_heads: int) -> Normalizer:
-        """The normalizer. Half-steps and gradient are given to those that have them.
+    def choose(self) -> dict[str, Any]:
+        """The normalizer with its options as one value. Half-steps and gradient are given to those that have them.
 
         Raises:
-            ValueError: for an unknown normalizer, options that it does not have or take, half-steps for one that counts
-                none, and a gradient other than "unrolled" for one that has a single gradient.
+            ValueError: for an unknown normalizer, options given twice, half-steps for one that counts none, and a
+                gradient other than "unrolled" for one that has a single gradient.
         """
         for name, option in (("n_iters", "--sinkhorn-iters"), ("gradient", "--sinkhorn-gradient")):
             if name in self.normalizer_options:
                 raise ValueError(f"--attention-normalizer-options: {name} has an option of its own, {option}")
-        known = _parameters(self.normalizer, head_dim, num_heads)
-        given: dict[str, Any] = {}
-        if "n_iters" in known:
-            given["n_iters"] = HALF_STEPS if self.sinkhorn_iters is None else self.sinkhorn_iters
-        elif self.sinkhorn_iters is not None:
-            raise ValueError(_counts_none(self.normalizer, self.sinkhorn_iters))
-        if "gradient" in known:
-            given["gradient"] = self.sinkhorn_gradient
-        elif self.sinkhorn_gradient != "unrolled":
-            raise ValueError(
-                f"normalizer {self.normalizer!r} has one gradient only: sinkhorn_gradient={self.sinkhorn_gradient!r} "
-                "is for those that iterate to a potential; leave it 'unrolled'"
-            )
-        return get_normalizer(
-            self.normalizer, head_dim=head_dim, num_heads=num_heads, **{**given, **self.normalizer_options}
-        )
+        chosen = choose_normalizer(self.normalizer, options=self.normalizer_options)
+        known = normalizer_class(chosen).option_names()
+        if self.sinkhorn_iters is not None and "n_iters" not in known:
+            raise ValueError(_counts_none(chosen["name"], self.sinkhorn_iters))
+        if self.sinkhorn_gradient != "unrolled":
+            if "gradient" not in known:
+                raise ValueError(
+                    f"normalizer {chosen['name']!r} has one gradient only: sinkhorn_gradient="
+                    f"{self.sinkhorn_gradient!r} is for those that iterate to a potential; leave it 'unrolled'"
+                )
+            chosen = choose_normalizer(chosen, options={"gradient": self.sinkhorn_gradient})
+        default = {"name": chosen["name"], "n_iters": HALF_STEPS} if "n_iters" in known else None
+        return choose_normalizer(chosen, self.sinkhorn_iters, default=default)
+
+    def build(self, head_dim: int, num_heads: int) -> Normalizer:
+        """The normalizer itself; errors as for `choose` and `get_normalizer`."""
+        return get_normalizer(self.choose(), head_dim=head_dim, num_heads=num_heads)
 
 
-def _parameters(normalizer: str, head_dim: int = 8, num_heads: int = 1) -> Collection[str]:
-    """The options that a normalizer takes."""
-    kind = type(get_normalizer(normalizer, head_dim=head_dim, num_heads=num_heads))
-    return inspect.signature(kind).parameters
-
-
-def _counts_none(normalizer: str, half_steps: int) -> str:
+def _counts_none(normalizer: Any, half_steps: int) -> str:
     return (
         f"normalizer {normalizer!r} has no half-steps: --sinkhorn-iters {half_steps} would change nothing; leave it "
         "out, or take another --attention-normalizer"
@@ -138,7 +139,7 @@ def set_attention_defaults(args: argparse.Namespace) -> None:
     # A command line holds what was given; a checkpoint holds all, and one of earlier versions 3 half-steps anywhere.
     stored = all(hasattr(args, name) for name in _NAMES) and args.sinkhorn_iters == HALF_STEPS
     normalizer, half_steps = getattr(args, "attention_normalizer", "sinkhorn"), getattr(args, "sinkhorn_iters", None)
-    if "n_iters" in _parameters(normalizer):
+    if "n_iters" in normalizer_class({"name": normalizer}).option_names():
         args.sinkhorn_iters = HALF_STEPS if half_steps is None else half_steps
     elif half_steps is None or stored:
         args.sinkhorn_iters = None

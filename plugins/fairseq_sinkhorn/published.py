@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fairseq.models import FairseqEncoder, register_model
+from sinkhorn_attention.normalizers import NormalizerChoice
 from torch import Tensor, nn
 
 from .attention import SinkhornMultiheadAttention
@@ -51,20 +52,17 @@ class PublishedEncoderLayer(nn.Module):
 
     Args:
         args: the model's options.
-        options: of the attention.
+        normalizer: of the attention, with its options.
     """
 
-    def __init__(self, args: argparse.Namespace, options: AttentionOptions) -> None:
+    def __init__(self, args: argparse.Namespace, normalizer: NormalizerChoice) -> None:
         super().__init__()
         width = args.encoder_embed_dim
         self.self_attn = SinkhornMultiheadAttention(
             width,
             args.encoder_attention_heads,
             self_attention=True,
-            sinkhorn_iters=options.sinkhorn_iters,
-            sinkhorn_gradient=options.sinkhorn_gradient,
-            normalizer=options.normalizer,
-            normalizer_options=options.normalizer_options,
+            normalizer=normalizer,
             mask_queries=args.published_padding == "hidden",
         )
         for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -90,10 +88,10 @@ class PublishedEncoder(FairseqEncoder):
     Args:
         args: the model's options.
         dictionary: of the source.
-        options: of the attention.
+        normalizer: of the attention, with its options.
     """
 
-    def __init__(self, args: argparse.Namespace, dictionary: Any, options: AttentionOptions) -> None:
+    def __init__(self, args: argparse.Namespace, dictionary: Any, normalizer: NormalizerChoice) -> None:
         super().__init__(dictionary)
         self.padding_idx, self.length, self.pooling = dictionary.pad(), args.max_positions, args.published_pooling
         width = args.encoder_embed_dim
@@ -101,7 +99,7 @@ class PublishedEncoder(FairseqEncoder):
         noise = args.published_positions == "noise"
         table = torch.randn(self.length + 1, width) if noise else sinusoidal_positions(self.length + 1, width)
         self.embed_positions = nn.Embedding.from_pretrained(table, freeze=True)
-        self.layers = nn.ModuleList([PublishedEncoderLayer(args, options) for _ in range(args.encoder_layers)])
+        self.layers = nn.ModuleList([PublishedEncoderLayer(args, normalizer) for _ in range(args.encoder_layers)])
 
     def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None, **_: Any) -> Tensor:
         """(B, T) tokens, padded on the right -> (B, C).
@@ -174,21 +172,12 @@ class PublishedSentimentModel(SentimentModel):
             )
         if parse_layers(args.sinkhorn_layers) is not None:
             raise ValueError("--sinkhorn-layers: the published model has the same attention in all layers")
-        return cls(args, PublishedEncoder(args, task.source_dictionary, options))
+        return cls(args, PublishedEncoder(args, task.source_dictionary, options.choose()))
 
-    def forward(
-        self,
-        src_tokens: Tensor,
-        src_lengths: Tensor | None = None,
-        features_only: bool = True,
-        classification_head_name: str | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """As for `sinkformer_sentiment`; with `--published-output probabilities` a head's output is softmaxed."""
-        out, extra = super().forward(src_tokens, src_lengths, features_only, classification_head_name)
-        if classification_head_name is not None and self.args.published_output == "probabilities":
-            out = out.softmax(-1)
-        return out, extra
+    def classify(self, features: Tensor, head: str) -> Tensor:
+        """The logits, or with `--published-output probabilities` their softmax."""
+        logits = super().classify(features, head)
+        return logits.softmax(-1) if self.args.published_output == "probabilities" else logits
 
 
 @register_architecture("sinkformer_sentiment_official", "sinkformer_sentiment_imdb_official")

@@ -11,6 +11,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import FairseqEncoder, FairseqEncoderModel, register_model
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer.transformer_config import DEFAULT_MIN_PARAMS_TO_WRAP, EncDecBaseConfig
+from sinkhorn_attention.normalizers import NormalizerChoice
 from torch import Tensor, nn
 
 from .compat import as_namespace, register_architecture
@@ -81,7 +82,12 @@ class SentimentModel(FairseqEncoderModel):
         features = self.encoder(src_tokens)
         if classification_head_name is None:
             return features, {}
-        return self.classification_heads[classification_head_name](features), {}
+        return self.classify(features, classification_head_name), {}
+
+    def classify(self, features: Tensor, head: str) -> Tensor:
+        """The logits of a head, (B, num_classes), from the features of sentences, (B, C)."""
+        logits: Tensor = self.classification_heads[head](features)
+        return logits
 
     def get_normalized_probs(
         self, net_output: tuple[Tensor, Any], log_probs: bool, sample: Mapping[str, Any] | None = None
@@ -100,13 +106,13 @@ class PooledEncoder(FairseqEncoder):
     Args:
         cfg: a TransformerConfig.
         dictionary: of the source.
-        options: of the attention.
+        normalizer: of their attention, with its options.
         layers: numbers of the layers with that attention.
         pooling: "max", "mean" or "first".
     """
 
     def __init__(
-        self, cfg: TransformerConfig, dictionary: Any, options: AttentionOptions, layers: list[int], pooling: str
+        self, cfg: TransformerConfig, dictionary: Any, normalizer: NormalizerChoice, layers: list[int], pooling: str
     ) -> None:
         super().__init__(dictionary)
         if pooling not in POOLINGS:
@@ -116,7 +122,7 @@ class PooledEncoder(FairseqEncoder):
         if cfg.encoder.embed_path:
             embed_tokens = utils.load_embedding(utils.parse_embedding(cfg.encoder.embed_path), dictionary, embed_tokens)
         self.pooling = pooling
-        self.sentence_encoder = SinkformerEncoder(cfg, dictionary, embed_tokens, options, layers)
+        self.sentence_encoder = SinkformerEncoder(cfg, dictionary, embed_tokens, normalizer, layers)
 
     def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None, **_: Any) -> Tensor:
         """(B, T) tokens -> (B, C)."""
@@ -179,7 +185,9 @@ class SinkformerSentimentModel(SentimentModel):
         if args.offload_activations:
             args.checkpoint_activations = True
         cfg = TransformerConfig.from_namespace(args)
-        encoder = PooledEncoder(cfg, task.source_dictionary, AttentionOptions.from_args(args), layers, args.pooling)
+        encoder = PooledEncoder(
+            cfg, task.source_dictionary, AttentionOptions.from_args(args).choose(), layers, args.pooling
+        )
         return cls(args, encoder)
 
 

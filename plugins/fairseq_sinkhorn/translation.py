@@ -48,7 +48,7 @@ class SinkformerModel(TransformerModel):
     @classmethod
     def build_encoder(cls, cfg: TransformerConfig, src_dict: Any, embed_tokens: nn.Embedding) -> SinkformerEncoder:
         return SinkformerEncoder(
-            cfg, src_dict, embed_tokens, AttentionOptions.from_args(cfg), cfg.selected_encoder_layers
+            cfg, src_dict, embed_tokens, AttentionOptions.from_args(cfg).choose(), cfg.selected_encoder_layers
         )
 
 

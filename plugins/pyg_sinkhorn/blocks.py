@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from sinkhorn_attention import Normalizer, get_normalizer
+from sinkhorn_attention.normalizers import NormalizerChoice, choose_normalizer, get_normalizer
 from torch import Tensor, nn
 
 NORMS = ("post", "pre", "none")
@@ -23,7 +23,7 @@ class MAB(nn.Module):
         key_dim: width of the keys' inputs.
         dim: width of the block.
         num_heads: number of heads, a divisor of `dim`.
-        normalizer: name in the registry of normalizers, for example "sinkhorn" or "softmax".
+        normalizer: a name, a mapping of "name" and options, or a Normalizer: see `sinkhorn_attention.get_normalizer`.
         n_iters: the normalizer's number of half-steps; None leaves it to the normalizer.
         normalizer_options: further options of the normalizer.
         norm: "post" normalises after each residual sum (published); "pre" normalises what enters the attention and the
@@ -47,7 +47,7 @@ class MAB(nn.Module):
         dim: int,
         num_heads: int = 4,
         *,
-        normalizer: str = "sinkhorn",
+        normalizer: NormalizerChoice = "sinkhorn",
         n_iters: int | None = None,
         normalizer_options: Mapping[str, object] | None = None,
         norm: str = "post",
@@ -73,7 +73,8 @@ class MAB(nn.Module):
         self.query = nn.Linear(query_dim, dim)
         self.key = nn.Linear(key_dim, dim)
         self.value = nn.Linear(key_dim, dim)
-        self.normalizer = build_normalizer(normalizer, n_iters, normalizer_options, dim // num_heads, num_heads)
+        chosen = choose_normalizer(normalizer, n_iters, normalizer_options)
+        self.normalizer = get_normalizer(chosen, head_dim=dim // num_heads, num_heads=num_heads)
         pre, post = norm == "pre", norm == "post"
         self.norm_query = nn.LayerNorm(dim) if pre and query_dim == dim else nn.Identity()
         self.norm_key = nn.LayerNorm(dim) if pre and key_dim == dim else nn.Identity()
@@ -194,22 +195,6 @@ class PMA(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """(B, n, dim) and a mask (B, n), True = a real token -> (B, num_seeds, dim)."""
         return self.attention(self.seeds.expand(x.shape[0], -1, -1), x, key_mask=mask)
-
-
-def build_normalizer(
-    name: str, n_iters: int | None, options: Mapping[str, object] | None, head_dim: int, num_heads: int
-) -> Normalizer:
-    """The normalizer of that name; `n_iters` is a shorthand for the option of that name, None leaves it out.
-
-    Raises:
-        ValueError: for an unknown name or option, or n_iters given twice.
-    """
-    options = dict(options or {})
-    if n_iters is not None:
-        if "n_iters" in options:
-            raise ValueError(f"n_iters is given twice: {n_iters} and normalizer_options' {options['n_iters']}")
-        options["n_iters"] = n_iters
-    return get_normalizer(name, head_dim=head_dim, num_heads=num_heads, **options)
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:

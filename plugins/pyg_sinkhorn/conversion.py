@@ -1,22 +1,29 @@
 """convert: Sinkhorn attention into torch_geometric's modules, with their weights kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sinkhorn_attention
 from sinkhorn_attention.conversion import select_layers
+from sinkhorn_attention.normalizers import (
+    Normalizer,
+    NormalizerChoice,
+    choose_normalizer,
+    get_normalizer,
+    normalizer_for,
+)
 from torch import Tensor, nn
 from torch_geometric.nn import PointTransformerConv
 from torch_geometric.nn.aggr.utils import MultiheadAttentionBlock
 
-from .blocks import MAB, build_normalizer
+from .blocks import MAB
 from .point_cloud_transformer import OffsetAttention
 from .point_transformer_conv import SinkhornPointTransformerConv
 
 
 def convert(
     model: nn.Module,
-    normalizer: str = "sinkhorn",
+    normalizer: NormalizerChoice = "sinkhorn",
     *,
     layers: int | Sequence[int] | str | None = None,
     strict: bool = True,
@@ -40,7 +47,7 @@ def convert(
 
     Args:
         model: the model.
-        normalizer: a name of the registry of normalizers.
+        normalizer: a name, a mapping of "name" and options, or a Normalizer: see `sinkhorn_attention.get_normalizer`.
         layers: None for all, an int for the last k, a list of indices, or an fnmatch pattern of module names.
         strict: whether it is an error when there is nothing to convert, or a PointTransformerConv is selected that the
             normalizer cannot serve.
@@ -52,7 +59,8 @@ def convert(
     Raises:
         ValueError: before anything is changed, and says why.
     """
-    edge_iters, refusal = _edge_iterations(normalizer, options)
+    chosen = choose_normalizer(normalizer, options=options)
+    edge_iters, refusal = _edge_iterations(chosen)
     in_decoders = {
         module
         for decoder in model.modules()
@@ -80,11 +88,9 @@ def convert(
         raise ValueError("a bare PointTransformerConv cannot be replaced in place: build SinkhornPointTransformerConv")
     blocks = [name for name in selected if isinstance(found[name], MAB | OffsetAttention)]
     attention = [name for name in selected if name not in {*convolutions, *blocks}]
-    normalizers = {name: _normalizer_of(found[name], normalizer, options) for name in blocks}
+    normalizers = {name: _normalizer_of(found[name], chosen) for name in blocks}
     if attention:
-        done = sinkhorn_attention.convert(
-            nn.ModuleList(found[name] for name in attention), normalizer, strict=strict, **options
-        )
+        done = sinkhorn_attention.convert(nn.ModuleList(found[name] for name in attention), chosen, strict=strict)
         attention = [attention[int(index)] for index in done]
     for block in model.modules():
         if type(block) is MultiheadAttentionBlock and isinstance(block.attn, sinkhorn_attention.MultiheadAttention):
@@ -120,23 +126,22 @@ class PaddedMultiheadAttentionBlock(MultiheadAttentionBlock):
         return out if self.layer_norm2 is None else self.layer_norm2(out)
 
 
-def _normalizer_of(block: Any, name: str, options: dict[str, object]) -> sinkhorn_attention.Normalizer:
-    """A normalizer for a block of this package's, of its place, type and mode."""
+def _normalizer_of(block: MAB | OffsetAttention, chosen: Mapping[str, Any]) -> Normalizer:
+    """A normalizer for a block of this package's."""
     scores, num_heads = (block.query, block.num_heads) if isinstance(block, MAB) else (block.query_key, 1)
-    built = build_normalizer(name, None, options, scores.out_features // num_heads, num_heads)
-    return built.to(scores.weight).train(block.training)
+    return normalizer_for(block, chosen, (num_heads, scores.out_features // num_heads))
 
 
-def _edge_iterations(normalizer: str, options: dict[str, object]) -> tuple[int, str]:
+def _edge_iterations(chosen: Mapping[str, Any]) -> tuple[int, str]:
     """Half-steps over the edges for a normalizer, and why it cannot work on edges ("" where it can)."""
-    built = sinkhorn_attention.get_normalizer(normalizer, head_dim=1, num_heads=1, **options)
-    if normalizer == "softmax":
+    name, built = chosen["name"], get_normalizer(chosen, head_dim=1, num_heads=1)
+    if name == "softmax":
         return 1, ""
-    if normalizer != "sinkhorn":
-        return 0, f"PointTransformerConv takes sinkhorn or softmax over its edges, not {normalizer}"
-    if built.gradient != "unrolled":
-        return 0, f"PointTransformerConv has the unrolled gradient only, not {built.gradient}"
-    return int(built.n_iters), ""  # type: ignore[arg-type]
+    if name != "sinkhorn":
+        return 0, f"PointTransformerConv takes sinkhorn or softmax over its edges, not {name}"
+    if built.options["gradient"] != "unrolled":
+        return 0, f"PointTransformerConv has the unrolled gradient only, not {built.options['gradient']}"
+    return built.options["n_iters"], ""
 
 
 def _replace_convolution(model: nn.Module, layer: PointTransformerConv, n_iters: int) -> None:

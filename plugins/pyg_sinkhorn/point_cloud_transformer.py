@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
+from sinkhorn_attention.normalizers import NormalizerChoice, choose_normalizer, get_normalizer
 from torch import Tensor, nn
 
-from .blocks import build_normalizer, check_choice, check_points, hide
+from .blocks import check_choice, check_points, hide
 from .neighbors import farthest_point_sample, gather_points, knn
 
 SCALES = ("none", "head")
@@ -85,7 +86,7 @@ class OffsetAttention(nn.Module):
 
     Args:
         dim: width.
-        normalizer: name in the registry of normalizers.
+        normalizer: a name, a mapping of "name" and options, or a Normalizer: see `sinkhorn_attention.get_normalizer`.
         n_iters: its number of half-steps, None leaves it to the normalizer.
         normalizer_options: its further options.
         scale: "none" (PCT's) or "head", (dim / 4) ** -0.5.
@@ -94,7 +95,7 @@ class OffsetAttention(nn.Module):
     def __init__(
         self,
         dim: int,
-        normalizer: str = "pct",
+        normalizer: NormalizerChoice = "pct",
         n_iters: int | None = None,
         normalizer_options: Mapping[str, object] | None = None,
         scale: str = "none",
@@ -105,7 +106,8 @@ class OffsetAttention(nn.Module):
         self.scale = 1.0 if scale == "none" else width**-0.5
         self.query_key = nn.Linear(dim, width, bias=False)
         self.value = nn.Linear(dim, dim)
-        self.normalizer = build_normalizer(normalizer, n_iters, normalizer_options, width, 1)
+        chosen = choose_normalizer(normalizer, n_iters, normalizer_options)
+        self.normalizer = get_normalizer(chosen, head_dim=width, num_heads=1)
         self.transform = PointwiseLayer(dim, dim, bias=True)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -135,7 +137,7 @@ class PointCloudTransformer(nn.Module):
 
     Args:
         num_classes: number of logits.
-        normalizer: name in the registry of normalizers.
+        normalizer: a name, a mapping of "name" and options, or a Normalizer: see `sinkhorn_attention.get_normalizer`.
         n_iters: its number of half-steps; None leaves it to the normalizer ("pct" and "softmax" take None only).
         normalizer_options: its further options.
         embed_dim: width of the first layers; attention works at four times that.
@@ -151,7 +153,7 @@ class PointCloudTransformer(nn.Module):
     def __init__(
         self,
         num_classes: int = 40,
-        normalizer: str = "sinkhorn",
+        normalizer: NormalizerChoice = "sinkhorn",
         n_iters: int | None = None,
         normalizer_options: Mapping[str, object] | None = None,
         *,
@@ -177,9 +179,8 @@ class PointCloudTransformer(nn.Module):
             for width, samples in zip((embed_dim, 2 * embed_dim), num_samples, strict=True)
         )
         self.mix = nn.ModuleList([PointwiseLayer(dim, dim), PointwiseLayer(dim, dim)])
-        self.layers = nn.ModuleList(
-            OffsetAttention(dim, normalizer, n_iters, normalizer_options, scale) for _ in range(num_layers)
-        )
+        chosen = choose_normalizer(normalizer, n_iters, normalizer_options)
+        self.layers = nn.ModuleList(OffsetAttention(dim, chosen, scale=scale) for _ in range(num_layers))
         self.fuse = PointwiseLayer((num_layers + 1) * dim, fuse_dim, negative_slope=0.2)
         # As in the public ports, only the first hidden layer of the head goes without a bias.
         self.head_layers = nn.ModuleList(

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from fnmatch import fnmatch
+from typing import Any
 
+from sinkhorn_attention.normalizers import choose_normalizer
 from torch import nn
 
 from .point_cloud_transformer import PointCloudTransformer
@@ -42,22 +44,27 @@ def create_model(name: str, **kwargs: object) -> nn.Module:
     return _MODELS[name](**kwargs)
 
 
-def _with_defaults(kwargs: dict[str, object], **defaults: object) -> dict[str, object]:
-    if kwargs.get("normalizer", defaults["normalizer"]) != defaults["normalizer"]:
-        defaults.pop("n_iters", None)
-    return {**defaults, **kwargs}
+def _build(model: Callable[..., nn.Module], given: dict[str, Any], name: str, n_iters: int | None = None) -> nn.Module:
+    """A model with the normalizer `name`, at `n_iters` half-steps, unless the user has `given` others."""
+    chosen = choose_normalizer(
+        given.pop("normalizer", name),
+        given.pop("n_iters", None),
+        given.pop("normalizer_options", None),
+        default={"name": name} if n_iters is None else {"name": name, "n_iters": n_iters},
+    )
+    return model(normalizer=chosen, **given)
 
 
 @register_model
 def set_transformer_modelnet40(**kwargs: object) -> nn.Module:
     """Set Transformer of the Sinkformers experiments, softmax attention."""
-    return SetTransformer(**_with_defaults(kwargs, normalizer="softmax"))  # type: ignore[arg-type]
+    return _build(SetTransformer, kwargs, "softmax")
 
 
 @register_model
 def set_sinkformer_modelnet40(**kwargs: object) -> nn.Module:
     """Set Sinkformer; 21 half-steps, the paper's best count as remembered (not yet checked against the PDF)."""
-    return SetTransformer(**_with_defaults(kwargs, normalizer="sinkhorn", n_iters=21))  # type: ignore[arg-type]
+    return _build(SetTransformer, kwargs, "sinkhorn", 21)
 
 
 @register_model
@@ -67,17 +74,16 @@ def set_sinkformer_modelnet40_official(**kwargs: object) -> nn.Module:
     Its baseline is the same model with n_iters=1 (softmax / number of queries): the published softmax class does not
     run. The published early stop of the iteration, decided over the whole batch, is not kept.
     """
-    defaults = _with_defaults(kwargs, normalizer="sinkhorn", n_iters=7, row_mass="uniform")
-    return SetTransformer(**defaults)  # type: ignore[arg-type]
+    return _build(SetTransformer, {"row_mass": "uniform", **kwargs}, "sinkhorn", 7)
 
 
 @register_model
 def pct_modelnet40(**kwargs: object) -> nn.Module:
     """Point Cloud Transformer with its own normalisation."""
-    return PointCloudTransformer(**_with_defaults(kwargs, normalizer="pct"))  # type: ignore[arg-type]
+    return _build(PointCloudTransformer, kwargs, "pct")
 
 
 @register_model
 def pct_sinkformer_modelnet40(**kwargs: object) -> nn.Module:
     """Point Cloud Sinkformer; 5 half-steps."""
-    return PointCloudTransformer(**_with_defaults(kwargs, normalizer="sinkhorn", n_iters=5))  # type: ignore[arg-type]
+    return _build(PointCloudTransformer, kwargs, "sinkhorn", 5)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from sinkhorn_attention.normalizers import NormalizerChoice, choose_normalizer
 from torch import Tensor, nn
 
 from .blocks import ISAB, PMA, SAB, check_points, hide
@@ -20,11 +21,12 @@ class SetTransformer(nn.Module):
 
     Args:
         num_classes: number of logits.
-        normalizer: name in the registry of normalizers, of every attention in the encoder and after the pooling.
+        normalizer: of every attention in the encoder and after the pooling: a name, a mapping of "name" and options, or
+            a Normalizer, see `sinkhorn_attention.get_normalizer`.
         n_iters: its number of half-steps; None leaves it to the normalizer (a normalizer without half-steps, like
             "softmax", takes None only).
         normalizer_options: further options of the normalizer.
-        pool_normalizer: name of the pooling's normalizer; None for the same, with the same options.
+        pool_normalizer: the pooling's normalizer, likewise; None for the same, with the same options.
         pool_normalizer_options: options of the pooling's normalizer where it is named.
         hidden: width of all blocks.
         num_heads: number of heads.
@@ -44,11 +46,11 @@ class SetTransformer(nn.Module):
     def __init__(
         self,
         num_classes: int = 40,
-        normalizer: str = "sinkhorn",
+        normalizer: NormalizerChoice = "sinkhorn",
         n_iters: int | None = None,
         normalizer_options: Mapping[str, object] | None = None,
         *,
-        pool_normalizer: str | None = None,
+        pool_normalizer: NormalizerChoice | None = None,
         pool_normalizer_options: Mapping[str, object] | None = None,
         hidden: int = 256,
         num_heads: int = 4,
@@ -82,10 +84,10 @@ class SetTransformer(nn.Module):
             "row_mass": row_mass,
             "attn_dropout": attn_dropout,
         }
-        attention = {"normalizer": normalizer, "n_iters": n_iters, "normalizer_options": normalizer_options, **layout}
+        attention = {"normalizer": choose_normalizer(normalizer, n_iters, normalizer_options), **layout}
         pooling = attention
         if pool_normalizer is not None:
-            pooling = {"normalizer": pool_normalizer, "normalizer_options": pool_normalizer_options, **layout}
+            pooling = {"normalizer": choose_normalizer(pool_normalizer, options=pool_normalizer_options), **layout}
         widths = [3] + [hidden] * (encoder_blocks - 1)
         self.encoder = nn.ModuleList(
             ISAB(width, hidden, num_heads, num_inducing, **attention)

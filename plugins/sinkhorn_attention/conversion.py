@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from .interception import Intercepted, attending_modules, intercepted
 from .masks import is_causal_bias
 from .modules import MultiheadAttention
-from .normalizers import Normalizer, get_normalizer
+from .normalizers import NormalizerChoice, choose_normalizer, get_normalizer, normalizer_for
 
 
 def convert(
     model: nn.Module,
-    normalizer: str = "sinkhorn",
+    normalizer: NormalizerChoice = "sinkhorn",
     *,
     layers: int | Sequence[int] | str | None = None,
     strict: bool = True,
@@ -49,7 +49,7 @@ def convert(
 
     Args:
         model: any module, or an attention module itself.
-        normalizer: a name of `list_normalizers()`.
+        normalizer: as for `get_normalizer`: a name, a mapping of "name" and options, or a Normalizer.
         layers: which of the modules that can be converted: None for all, an int k for the last k, a list of indices
             (negative ones count from the end), or an fnmatch pattern of module names.
         strict: whether it is an error when there is nothing to convert, or a subclass of torch.nn.MultiheadAttention
@@ -70,8 +70,9 @@ def convert(
     Example:
         >>> convert(torchvision.models.vit_b_16(), "sinkhorn", n_iters=3, layers=6)
     """
+    chosen = choose_normalizer(normalizer, options=options)
     # A normalizer may need the sizes of the heads to be made; what is asked of this one does not depend on them.
-    row_wise = get_normalizer(normalizer, head_dim=1, num_heads=1, **options).row_wise
+    row_wise = get_normalizer(chosen, head_dim=1, num_heads=1).row_wise
     causal = {} if row_wise or decoders else _causal_attention(model)
     left: dict[str, str] = {}
     unknown: dict[str, str] = {}
@@ -101,7 +102,7 @@ def convert(
         select_layers(list(modules), layers, f"; left as it is: {_listed(left)}" if left else "") if modules else []
     )
     # Everything is made before anything is changed.
-    made = {name: _normalizer_for(modules[name], normalizer, options) for name in selected}
+    made = {name: normalizer_for(modules[name], chosen, _heads(modules[name])) for name in selected}
     for name in selected:
         module = modules[name]
         if _is_plain(module):
@@ -111,7 +112,7 @@ def convert(
             module.__class__ = intercepted(type(module))
         module.normalizer = made[name]
     if left or unknown:
-        warnings.warn(f"{normalizer} attention was not put into {_listed({**left, **unknown})}", stacklevel=2)
+        warnings.warn(f"{chosen['name']} attention was not put into {_listed({**left, **unknown})}", stacklevel=2)
     return selected
 
 
@@ -120,18 +121,11 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module) in (nn.MultiheadAttention, MultiheadAttention)
 
 
-def _normalizer_for(module: nn.Module, name: str, options: dict[str, Any]) -> Normalizer:
-    """The normalizer of one module, of its heads, mode, device and precision."""
-    heads = {}
+def _heads(module: nn.Module) -> tuple[int, int] | None:
+    """Number and width of a module's heads, None where unknown."""
     if isinstance(module, nn.MultiheadAttention):
-        heads = {"head_dim": module.head_dim, "num_heads": module.num_heads}
-    elif isinstance(module, Intercepted):
-        heads = dict(zip(("num_heads", "head_dim"), module.kind.heads(module) or (None, None), strict=True))
-    made = get_normalizer(name, **heads, **options)
-    weight = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
-    if weight is not None:
-        made.to(device=weight.device, dtype=weight.dtype)
-    return made.train(module.training)
+        return module.num_heads, module.head_dim
+    return module.kind.heads(module) if isinstance(module, Intercepted) else None
 
 
 def select_layers(names: Sequence[str], layers: int | Sequence[int] | str | None, note: str = "") -> list[str]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .masks import CAUSAL_FILL, CAUSAL_REFUSAL, bias_from_keep, keep_from_hide, padded_queries
-from .normalizers import get_normalizer
+from .normalizers import NormalizerChoice, choose_normalizer, normalizer_for
 from .normalizers.scores import full_precision_matmul
 
 
@@ -37,7 +37,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as for
             torch.nn.MultiheadAttention. Dropout acts on the final map, without renormalising.
-        normalizer: a name of `list_normalizers()`.
+        normalizer: as for `get_normalizer`: a name, a mapping of "name" and options, or a Normalizer.
         **options: the normalizer's options, such as `n_iters`.
 
     Raises:
@@ -58,7 +58,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        normalizer: str = "sinkhorn",
+        normalizer: NormalizerChoice = "sinkhorn",
         **options: Any,
     ) -> None:
         super().__init__(
@@ -76,11 +76,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         self.set_normalizer(normalizer, **options)
 
-    def set_normalizer(self, name: str, **options: Any) -> None:
+    def set_normalizer(self, normalizer: NormalizerChoice, **options: Any) -> None:
         """Replaces what makes the map; the projections stay. Arguments and errors as for `get_normalizer`."""
-        normalizer = get_normalizer(name, head_dim=self.head_dim, num_heads=self.num_heads, **options)
-        weight = next(self.parameters())
-        self.normalizer = normalizer.to(device=weight.device, dtype=weight.dtype).train(self.training)
+        chosen = choose_normalizer(normalizer, options=options)
+        self.normalizer = normalizer_for(self, chosen, (self.num_heads, self.head_dim))
         self._qkv_same_embed_dim = False
 
     def forward(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sinkhorn_attention.interception import Intercepted, Kind
-from sinkhorn_attention.normalizers import get_normalizer
+from sinkhorn_attention.normalizers import NormalizerChoice, choose_normalizer, get_normalizer
 from timm.layers import Attention
 from torch import Tensor
 
@@ -25,8 +25,8 @@ class NormalizedAttention(Intercepted, Attention):  # type: ignore[misc]  # fuse
 
     Args:
         *args: as for timm.layers.Attention.
-        normalizer: a name of `sinkhorn_attention.list_normalizers()`.
-        normalizer_options: the normalizer's own options, such as `n_iters`.
+        normalizer: a name, a mapping of "name" and options, or a Normalizer: see `sinkhorn_attention.get_normalizer`.
+        normalizer_options: the normalizer's options, such as `n_iters`.
         **kwargs: as for timm.layers.Attention.
 
     Raises:
@@ -38,14 +38,13 @@ class NormalizedAttention(Intercepted, Attention):  # type: ignore[misc]  # fuse
     def __init__(
         self,
         *args: Any,
-        normalizer: str = "sinkhorn",
+        normalizer: NormalizerChoice = "sinkhorn",
         normalizer_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.normalizer = get_normalizer(
-            normalizer, head_dim=self.head_dim, num_heads=self.num_heads, **(normalizer_options or {})
-        )
+        chosen = choose_normalizer(normalizer, options=normalizer_options)
+        self.normalizer = get_normalizer(chosen, head_dim=self.head_dim, num_heads=self.num_heads)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attends over the tokens of `x`.
@@ -78,21 +77,22 @@ class _ConfiguredClass(type):
 
 
 def attn_layer(
-    normalizer: str = "sinkhorn", *, attn_head_dim: int | None = None, **options: Any
+    normalizer: NormalizerChoice = "sinkhorn", *, attn_head_dim: int | None = None, **options: Any
 ) -> type[NormalizedAttention]:
     """A class for timm's `attn_layer=`, which takes classes only, with the normalizer already chosen.
 
     Calling the class gives a `NormalizedAttention`, so that models and their copies pickle.
 
     Args:
-        normalizer: a name of `sinkhorn_attention.list_normalizers()`.
+        normalizer: a name, a mapping of "name" and options, or a Normalizer: see `sinkhorn_attention.get_normalizer`.
         attn_head_dim: width of a head where it is not dim / num_heads; timm's models have no argument for it.
         **options: the normalizer's options. They are checked when the model is built.
 
     Example:
         >>> timm.create_model("vit_small_patch16_224", attn_layer=attn_layer("sinkhorn", n_iters=3))
     """
-    fixed: dict[str, Any] = {"normalizer": normalizer, "normalizer_options": dict(options)}
+    chosen = choose_normalizer(normalizer, options=options)
+    fixed: dict[str, Any] = {"normalizer": chosen}
     if attn_head_dim is not None:
         fixed["attn_head_dim"] = attn_head_dim
 
@@ -102,8 +102,8 @@ def attn_layer(
     namespace = {
         "__new__": build,
         "__module__": __name__,
-        "__doc__": f"{normalizer} attention with {options} for timm's attn_layer=.",
-        "arguments": (normalizer, attn_head_dim, dict(options)),
+        "__doc__": f"Attention by {chosen} for timm's attn_layer=.",
+        "arguments": (chosen, attn_head_dim),
     }
     configured: Any = _ConfiguredClass("ConfiguredAttention", (NormalizedAttention,), namespace)
     return configured
@@ -114,8 +114,11 @@ def sinkhorn_attn_layer(n_iters: int = 3, **options: Any) -> type[NormalizedAtte
     return attn_layer("sinkhorn", n_iters=n_iters, **options)
 
 
-def _rebuild(normalizer: str, attn_head_dim: int | None, options: dict[str, Any]) -> type[NormalizedAttention]:
-    return attn_layer(normalizer, attn_head_dim=attn_head_dim, **options)
+def _rebuild(
+    normalizer: NormalizerChoice, attn_head_dim: int | None, options: Mapping[str, Any] | None = None
+) -> type[NormalizedAttention]:
+    # Models pickled by earlier versions hold a name and its options apart.
+    return attn_layer(normalizer, attn_head_dim=attn_head_dim, **(options or {}))
 
 
 def _reduce(cls: Any) -> tuple[Any, ...]:

@@ -4,13 +4,13 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from sinkhorn_attention.conversion import select_layers
 from sinkhorn_attention.interception import Intercepted, calls_attention
-from sinkhorn_attention.normalizers import Normalizer, get_normalizer
+from sinkhorn_attention.normalizers import Normalizer, NormalizerChoice, choose_normalizer, normalizer_for
 from torch import nn
 
 from .kinds import KINDS, LEFT_BY_DESIGN, NOT_ATTENTION, converted
@@ -22,7 +22,7 @@ _ATTENDS = re.compile(r"softmax\(|scaled_dot_product_attention\(|multi_head_atte
 
 def convert(
     model: nn.Module,
-    normalizer: str = "sinkhorn",
+    normalizer: NormalizerChoice = "sinkhorn",
     *,
     layers: Layers = None,
     strict: bool = True,
@@ -45,7 +45,7 @@ def convert(
 
     Args:
         model: a timm model, or any module that contains some of its layers; not yet scripted or traced.
-        normalizer: a name of `sinkhorn_attention.list_normalizers()`.
+        normalizer: a name, a mapping of "name" and options, or a Normalizer: see `sinkhorn_attention.get_normalizer`.
         layers: which attention modules: None for all, an int k for the last k, a list of indices in the order of
             `model.named_modules()`, or an fnmatch pattern of their names, such as "blocks.[0-5].attn".
         strict: whether attention of unknown kind among `layers` is an error; otherwise it stays a softmax.
@@ -63,6 +63,7 @@ def convert(
         >>> convert(model, "sinkhorn", n_iters=3, layers=4)
         ['layers.2.blocks.4.attn', 'layers.2.blocks.5.attn', 'layers.3.blocks.0.attn', 'layers.3.blocks.1.attn']
     """
+    wanted = choose_normalizer(normalizer, options=options)
     known: dict[str, nn.Module] = {}
     unknown: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
@@ -89,7 +90,7 @@ def convert(
     chosen = [name for name in chosen if name in known]
     if not chosen:
         raise ValueError(f"convert knows none of the attention modules that were picked: {_describe(foreign)}")
-    normalizers = {name: _normalizer_for(name, known[name], normalizer, options) for name in chosen}
+    normalizers = {name: _normalizer_for(name, known[name], wanted) for name in chosen}
 
     for name in chosen:
         module = known[name]
@@ -120,18 +121,20 @@ def _extends_known(kind: type[nn.Module]) -> bool:
     return issubclass(kind, tuple(KINDS)) and kind not in KINDS
 
 
-def _normalizer_for(name: str, module: nn.Module, normalizer: str, options: dict[str, Any]) -> Normalizer:
-    """Builds the normalizer of one module, of its heads, mode, device and precision."""
+def _normalizer_for(name: str, module: nn.Module, wanted: Mapping[str, Any]) -> Normalizer:
+    """The normalizer of one module.
+
+    Raises:
+        ValueError: for one that needs queries and keys where the module has scores.
+    """
     cls: Any = type(module) if isinstance(module, Intercepted) else converted(type(module))
-    num_heads, head_dim = cls.kind.heads(module) or (None, None)
-    built = get_normalizer(normalizer, head_dim=head_dim, num_heads=num_heads, **options)
+    built = normalizer_for(module, wanted, cls.kind.heads(module))
     if cls.kind.given_scores and type(built).from_scores is Normalizer.from_scores:
         raise ValueError(
-            f"{name} ({type(module).__name__}) normalises given scores, and normalizer {normalizer!r} needs queries "
-            "and keys; leave the module out by layers="
+            f"{name} ({type(module).__name__}) normalises given scores, and normalizer {wanted['name']!r} needs "
+            "queries and keys; leave the module out by layers="
         )
-    weight = next(module.parameters())
-    return built.to(device=weight.device, dtype=weight.dtype).train(module.training)
+    return built
 
 
 def _nothing_to_convert(model: nn.Module, left: dict[str, str]) -> str:
@@ -175,7 +178,7 @@ def _warn_of_what_to_know(
         module = known[name]
         if module.kind.single_query(module):  # type: ignore[operator, union-attr]
             single.append(name)
-    if single and getattr(normalizers[single[0]], "n_iters", 1) > 1:
+    if single and normalizers[single[0]].options.get("n_iters", 1) > 1:
         warnings.warn(
             f"{', '.join(single)}: a single query, so that two half-steps or more are mean pooling, whatever its keys",
             stacklevel=3,

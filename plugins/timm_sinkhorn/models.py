@@ -2,16 +2,17 @@
 
 All take, beside timm's own arguments (num_classes, img_size, patch_size, drop_rate, attn_drop_rate, ...):
 
-- `normalizer`, a name of `sinkhorn_attention.list_normalizers()`, "sinkhorn" by default;
+- `normalizer`, as for `sinkhorn_attention.get_normalizer`: a name ("sinkhorn" by default), a mapping of "name" and
+  options, or a Normalizer;
 - `n_iters`, the number of half-steps. None is the model's own count for "sinkhorn" (3, and 5 for
   `sinkformer_vit_mnist`, as in the paper) and the normalizer's own default for any other;
 - `normalizer_options`, a dict of further options of the normalizer.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sinkhorn_attention.normalizers import choose_normalizer
 from timm.layers import DropPath, PatchEmbed, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
@@ -146,58 +147,57 @@ class AttentionOnlyBlock(nn.Module):
         return x + self.drop_path1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal))
 
 
-def _create(
-    variant: str,
-    pretrained: bool,
-    default_iters: int,
-    defaults: dict[str, Any],
-    kwargs: dict[str, Any],
-    attn_head_dim: int | None = None,
-    model_class: type[VisionTransformer] = VisionTransformer,
-) -> nn.Module:
-    """Builds one registered model; `kwargs` is what the user gave, and goes before `defaults`."""
-    if "attn_layer" in kwargs:
+def _create(variant: str, pretrained: bool, given: dict[str, Any], n_iters: int = 3, **defaults: Any) -> nn.Module:
+    """Builds one registered model of `defaults` with `n_iters` half-steps; what the user has `given` goes before."""
+    if "attn_layer" in given:
         raise ValueError(f"{variant} has its attention already: choose it by normalizer= and normalizer_options=")
-    normalizer: str = kwargs.pop("normalizer", "sinkhorn")
-    n_iters: int | None = kwargs.pop("n_iters", None)
-    options: Mapping[str, Any] = kwargs.pop("normalizer_options", None) or {}
-    if n_iters is not None and "n_iters" in options:
-        raise ValueError(f"n_iters is given twice: n_iters={n_iters} and in normalizer_options={dict(options)}")
-    if n_iters is None and normalizer == "sinkhorn":
-        n_iters = default_iters
-    if n_iters is not None:
-        options = {"n_iters": n_iters, **options}
+    chosen = choose_normalizer(
+        given.pop("normalizer", "sinkhorn"),
+        given.pop("n_iters", None),
+        given.pop("normalizer_options", None),
+        default={"name": "sinkhorn", "n_iters": n_iters},
+    )
     model: nn.Module = build_model_with_cfg(
-        model_class,
+        defaults.pop("model_class", VisionTransformer),
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
-        attn_layer=attn_layer(normalizer, attn_head_dim=attn_head_dim, **options),
-        **{"embed_layer": TilingPatchEmbed, **defaults, **kwargs},
+        feature_cfg={"out_indices": given.pop("out_indices", 3), "feature_cls": "getter"},
+        attn_layer=attn_layer(chosen, attn_head_dim=defaults.pop("attn_head_dim", None)),
+        **{"embed_layer": TilingPatchEmbed, **defaults, **given},
     )
     return model
 
 
+#: What both models of Sander et al. 2022 have.
+_PAPER: dict[str, Any] = {
+    "model_class": PaperVisionTransformer,
+    "attn_head_dim": 64,
+    "embed_dim": 128,
+    "qkv_bias": False,
+    "norm_layer": nn.LayerNorm,
+}
+
+
 @register_model
 def sinkformer_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Sinkhorn attention (3 half-steps) in timm\'s vit_tiny_patch16_224, whose weights it takes."""
-    defaults = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return _create("sinkformer_vit_tiny_patch16_224", pretrained, 3, defaults, kwargs)
+    """Sinkhorn attention (3 half-steps) in timm's vit_tiny_patch16_224, whose weights it takes."""
+    sizes = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
+    return _create("sinkformer_vit_tiny_patch16_224", pretrained, kwargs, **sizes)
 
 
 @register_model
 def sinkformer_vit_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Sinkhorn attention (3 half-steps) in timm\'s vit_small_patch16_224, whose weights it takes."""
-    defaults = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _create("sinkformer_vit_small_patch16_224", pretrained, 3, defaults, kwargs)
+    """Sinkhorn attention (3 half-steps) in timm's vit_small_patch16_224, whose weights it takes."""
+    sizes = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
+    return _create("sinkformer_vit_small_patch16_224", pretrained, kwargs, **sizes)
 
 
 @register_model
 def sinkformer_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Sinkhorn attention (3 half-steps) in timm\'s vit_base_patch16_224, whose weights it takes."""
-    defaults = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _create("sinkformer_vit_base_patch16_224", pretrained, 3, defaults, kwargs)
+    """Sinkhorn attention (3 half-steps) in timm's vit_base_patch16_224, whose weights it takes."""
+    sizes = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    return _create("sinkformer_vit_base_patch16_224", pretrained, kwargs, **sizes)
 
 
 @register_model
@@ -207,24 +207,8 @@ def sinkformer_vit_catsdogs(pretrained: bool = False, **kwargs: Any) -> nn.Modul
     Width 128, 6 layers, 8 heads of 64 without qkv bias, feed-forward 128 with exact GELU, LayerNorm eps 1e-5, patches
     of 16 in images of 224, class token, N(0, 1) positions, 2 classes.
     """
-    defaults = {
-        "patch_size": 16,
-        "embed_dim": 128,
-        "depth": 6,
-        "num_heads": 8,
-        "mlp_ratio": 1.0,
-        "qkv_bias": False,
-        "norm_layer": nn.LayerNorm,
-    }
-    return _create(
-        "sinkformer_vit_catsdogs",
-        pretrained,
-        3,
-        defaults,
-        kwargs,
-        attn_head_dim=64,
-        model_class=PaperVisionTransformer,
-    )
+    sizes: dict[str, Any] = {"patch_size": 16, "depth": 6, "num_heads": 8, "mlp_ratio": 1.0}
+    return _create("sinkformer_vit_catsdogs", pretrained, kwargs, **_PAPER, **sizes)
 
 
 @register_model
@@ -234,21 +218,5 @@ def sinkformer_vit_mnist(pretrained: bool = False, **kwargs: Any) -> nn.Module:
     Width 128, images (1, 28, 28), class token, N(0, 1) positions, LayerNorm eps 1e-5, no qkv bias, 10 classes.
     `patch_size` (7 by default) must divide 28; the paper sweeps 1, 2, 4, 7, 14 and 28.
     """
-    defaults = {
-        "patch_size": 7,
-        "embed_dim": 128,
-        "depth": 1,
-        "num_heads": 1,
-        "qkv_bias": False,
-        "norm_layer": nn.LayerNorm,
-        "block_fn": AttentionOnlyBlock,
-    }
-    return _create(
-        "sinkformer_vit_mnist",
-        pretrained,
-        5,
-        defaults,
-        kwargs,
-        attn_head_dim=64,
-        model_class=PaperVisionTransformer,
-    )
+    sizes: dict[str, Any] = {"patch_size": 7, "depth": 1, "num_heads": 1, "block_fn": AttentionOnlyBlock}
+    return _create("sinkformer_vit_mnist", pretrained, kwargs, n_iters=5, **_PAPER, **sizes)

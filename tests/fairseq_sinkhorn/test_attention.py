@@ -267,6 +267,19 @@ def test_a_normalizer_with_parameters_for_its_heads(plugin: ModuleType, x: torch
     torch.testing.assert_close(weights[0, :3].sum(-1), torch.ones(3))
 
 
+def test_a_normalizer_and_its_options_as_one_value(plugin: ModuleType) -> None:
+    options = {"n_iters": 5, "gradient": "detached"}
+    given = build(plugin, normalizer={"name": "sinkhorn", **options}).normalizer
+    apart = build(plugin, 5, sinkhorn_gradient="detached").normalizer
+    assert options.items() <= given.options.items()
+    assert given.options == apart.options
+    assert build(plugin, normalizer={"name": "lot"}).normalizer.n_iters == 3
+    with pytest.raises(ValueError, match="n_iters is given twice: as 5 and as 3"):
+        build(plugin, 3, normalizer={"name": "sinkhorn", **options})
+    with pytest.raises(ValueError, match="gradient is given twice"):
+        build(plugin, sinkhorn_gradient="implicit", normalizer={"name": "sinkhorn", **options})
+
+
 def test_options_reach_the_normalizer(plugin: ModuleType, x: torch.Tensor) -> None:
     module = build(plugin, 5, normalizer="unbalanced_sinkhorn", normalizer_options={"rho": 2.0})
     assert (module.normalizer.n_iters, module.normalizer.rho) == (5, 2.0)

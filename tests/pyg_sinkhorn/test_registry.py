@@ -3,8 +3,9 @@ import sys
 
 import pytest
 import torch
-from pyg_sinkhorn import PointCloudTransformer, SetTransformer, create_model, list_models, register_model
+from pyg_sinkhorn import PointCloudTransformer, SetTransformer, convert, create_model, list_models, register_model
 from pyg_sinkhorn.registry import _MODELS
+from sinkhorn_attention import get_normalizer
 
 
 def test_the_papers_models_are_there():
@@ -76,6 +77,25 @@ def test_point_cloud_transformers_take_a_normalizer(name, kwargs, normalizer, n_
         assert getattr(layer.normalizer, "n_iters", None) == n_iters
         if "normalizer_options" in kwargs:
             assert layer.normalizer.gradient == "detached"
+
+
+@pytest.mark.parametrize("model", ["set_sinkformer_modelnet40", "pct_sinkformer_modelnet40"])
+def test_a_normalizer_and_its_options_as_one_value(model):
+    small = {"hidden": 8} if model.startswith("set") else {"embed_dim": 4}
+    chosen = {"name": "unbalanced_sinkhorn", "n_iters": 4, "rho": 2.0}
+    one = create_model(model, normalizer=chosen, **small)
+    converted = create_model(model, normalizer="softmax", **small)
+    names = convert(converted, get_normalizer(chosen))
+    found = [dict(made.named_modules())[name].normalizer for made in (one, converted) for name in names]
+    assert len(names) >= 3
+    assert all(normalizer.options == {"n_iters": 4, "rho": 2.0} for normalizer in found)
+    with pytest.raises(ValueError, match="n_iters is given twice"):
+        create_model(model, normalizer=chosen, n_iters=3, **small)
+
+
+def test_the_entrys_count_gives_way_to_one_among_the_options():
+    model = create_model("set_sinkformer_modelnet40", hidden=8, normalizer_options={"n_iters": 2})
+    assert model.encoder[0].gather.normalizer.n_iters == 2
 
 
 def test_mistakes_are_named():

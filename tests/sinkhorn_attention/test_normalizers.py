@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from sinkhorn_attention import Normalizer, get_normalizer, list_normalizers, marginal_error, register_normalizer
+from sinkhorn_attention.normalizers import choose_normalizer
 from sinkhorn_attention.reference import sinkhorn_reference
 from torch import Tensor
 
@@ -117,6 +118,64 @@ def test_head_dim_and_num_heads_are_always_taken(name: str) -> None:
 def test_refusals(name: str, options: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         get_normalizer(name, **options)
+
+
+SPELLED = [("lot", {"n_iters": 3, "num_pivots": 2, "learned_masses": True}), ("sinkhorn_l2", {"gradient": "detached"})]
+
+
+@pytest.mark.parametrize(("name", "options"), [*OPTIONS.items(), *SPELLED, ("esp", {"power": 1.0}), ("softmax", {})])
+def test_one_normalizer_three_spellings(name: str, options: dict[str, object]) -> None:
+    sizes = {"head_dim": 4, "num_heads": 2}
+    by_name = get_normalizer(name, **sizes, **options)
+    assert options.items() <= by_name.options.items()
+    for other in ({"name": name, **options}, by_name):
+        made = get_normalizer(other, **sizes)
+        assert made is not by_name
+        assert type(made) is type(by_name)
+        assert made.options == by_name.options
+        assert [p.shape for p in made.parameters()] == [p.shape for p in by_name.parameters()]
+        assert not {*map(id, made.parameters())} & {*map(id, by_name.parameters())}
+
+
+def test_a_normalizer_is_made_again_for_other_heads_and_as_it_is_now() -> None:
+    given = get_normalizer("lot", num_pivots=3, head_dim=4, num_heads=2)
+    given.n_iters = 7
+    assert get_normalizer(given, head_dim=5, num_heads=1).pivot.shape == (1, 3, 5)
+    again = get_normalizer(given)
+    assert (again.pivot.shape, again.n_iters) == ((2, 3, 4), 7)
+
+
+def test_a_class_that_is_not_registered_and_has_no_sizes() -> None:
+    class Fixed(Normalizer):
+        def __init__(self, factor: float = 1.0) -> None:
+            super().__init__()
+            self.factor = factor
+
+    made = get_normalizer(Fixed(2.0), head_dim=4, num_heads=2)
+    assert (type(made), made.factor, made.head_dim, repr(made)) == (Fixed, 2.0, 4, "Fixed(factor=2.0)")
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "options", "says"),
+    [
+        ({"name": "sinkhorn", "n_iters": 3}, {"n_iters": 5}, "n_iters is given twice: as 3 and as 5"),
+        (get_normalizer("sinkhorn"), {"n_iters": 3}, "n_iters is given twice: as 5 and as 3"),
+        ({"name": "softmax", "n_iters": 3}, {}, "'softmax' has no option n_iters"),
+        ({"n_iters": 3}, {}, "normalizer must be a name, a mapping of 'name' and options .* got {'n_iters': 3}"),
+        (None, {}, "normalizer must be a name, .* got None"),
+        ({"name": ["sinkhorn"]}, {}, r"unknown normalizer \['sinkhorn'\]"),
+    ],
+)
+def test_a_mapping_is_refused_as_its_parts_are(normalizer: object, options: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        get_normalizer(normalizer, **options)
+
+
+def test_no_count_leaves_it_to_the_default() -> None:
+    none = {"name": "sinkhorn", "n_iters": None}
+    assert get_normalizer(none).n_iters == 5
+    assert choose_normalizer(none, default={"name": "sinkhorn", "n_iters": 21}) == {"name": "sinkhorn", "n_iters": 21}
+    assert choose_normalizer("softmax", default={"name": "sinkhorn", "n_iters": 21}) == {"name": "softmax"}
 
 
 def test_a_name_is_not_taken_twice() -> None:

@@ -12,8 +12,10 @@ import timm
 import timm_sinkhorn
 import torch
 from safetensors.torch import save_file
+from sinkhorn_attention import get_normalizer
 from sinkhorn_attention.functional import sinkhorn
 from timm_sinkhorn import NormalizedAttention, load_published_state_dict, sinkhorn_attn_layer, to_published_state_dict
+from timm_sinkhorn.attention import _rebuild
 
 SMALL = {"img_size": 32, "depth": 2, "num_classes": 5}  # four patches of 16 and the class token
 COUNTS = {
@@ -389,6 +391,34 @@ def test_a_training_step_moves_every_parameter(images):
     torch.nn.functional.cross_entropy(model(images), torch.tensor([0, 1])).backward()
     optimizer.step()
     assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+LOT = {"name": "lot", "n_iters": 2, "num_pivots": 3}
+
+
+@pytest.mark.parametrize("chosen", [LOT, get_normalizer(LOT, head_dim=1, num_heads=1)], ids=["mapping", "normalizer"])
+def test_a_normalizer_and_its_options_as_one_value(chosen, images):
+    apart = {"normalizer": "lot", "n_iters": 2, "normalizer_options": {"num_pivots": 3}}
+    models = [pickle.loads(pickle.dumps(tiny(**given))) for given in (apart, {"normalizer": chosen})]
+    converted = tiny(normalizer="softmax")
+    timm_sinkhorn.convert(converted, chosen)
+    for model in (*models[1:], converted):
+        model.load_state_dict(models[0].state_dict())
+        torch.testing.assert_close(model(images), models[0](images))
+    with pytest.raises(ValueError, match="n_iters is given twice: as 2 and as 3"):
+        tiny(normalizer=chosen, n_iters=3)
+
+
+def test_a_mapping_without_a_count_has_the_models_own():
+    assert (
+        timm.create_model("sinkformer_vit_mnist", normalizer={"name": "sinkhorn"}).blocks[0].attn.normalizer.n_iters
+        == 5
+    )
+
+
+def test_a_class_pickled_with_name_and_options_apart_is_read():
+    layer = _rebuild("sinkhorn", 5, {"n_iters": 4})(32, num_heads=2)
+    assert (layer.normalizer.n_iters, layer.head_dim) == (4, 5)
 
 
 def test_public_names_exist():

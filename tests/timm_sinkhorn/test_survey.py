@@ -1,7 +1,8 @@
 import csv
 
 import pytest
-from timm_sinkhorn.survey import COLUMNS, FAMILIES, TABLE, main, survey
+
+from tests.timm_sinkhorn.survey import COLUMNS, FAMILIES, TABLE, main, survey
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,16 @@ given scores, normalises those (`from_scores`). Names and options are the same i
 command line.
 """
 
-from .base import Normalizer, get_normalizer, list_normalizers, register_normalizer
+from .base import (
+    Normalizer,
+    NormalizerChoice,
+    choose_normalizer,
+    get_normalizer,
+    list_normalizers,
+    normalizer_class,
+    normalizer_for,
+    register_normalizer,
+)
 from .esp import ESP
 from .l2 import L2, SinkhornL2
 from .lot import LOT
@@ -20,14 +29,18 @@ __all__ = [
     "L2",
     "LOT",
     "Normalizer",
+    "NormalizerChoice",
     "Sigmoid",
     "Sinkhorn",
     "SinkhornL2",
     "Softmax",
     "UnbalancedSinkhorn",
     "attention_scores",
+    "choose_normalizer",
     "get_normalizer",
     "hide_padding",
     "list_normalizers",
+    "normalizer_class",
+    "normalizer_for",
     "register_normalizer",
 ]

@@ -2,8 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable
-from typing import TypeVar, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -41,28 +41,116 @@ def list_normalizers() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def get_normalizer(name: str, **options: object) -> "Normalizer":
-    """Builds the normalizer registered under `name`.
+def choose_normalizer(
+    normalizer: "NormalizerChoice",
+    n_iters: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    default: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A normalizer and its options as the one value that travels to `get_normalizer`: {"name": ..., **options}.
 
     Args:
-        name: one of `list_normalizers()`.
-        **options: the constructor's arguments; `head_dim` and `num_heads` may always be given, and are used by
-            normalizers that own parameters.
+        normalizer: a name of `list_normalizers()`, a mapping of "name" and options, or a Normalizer, which stands for
+            its class and its options as they are now.
+        n_iters: the option of that name; None, here or in a mapping, leaves it to `default` or to the normalizer.
+        options: further options.
+        default: a mapping of the same kind, whose options hold where its own normalizer is chosen.
 
     Raises:
-        ValueError: for an unknown name, an option that this normalizer does not have, or a value that it does not take.
+        ValueError: for an option given twice, a mapping without a name, or something else than these three kinds.
     """
-    if name not in _REGISTRY:
+    if isinstance(normalizer, Normalizer):
+        cls = type(normalizer)
+        name = next((name for name, registered in _REGISTRY.items() if registered is cls), cls)
+        chosen: dict[str, Any] = {"name": name, **normalizer.options}
+    elif isinstance(normalizer, str):
+        chosen = {"name": normalizer}
+    elif isinstance(normalizer, Mapping) and "name" in normalizer:
+        chosen = dict(normalizer)
+    else:
+        raise ValueError(
+            "normalizer must be a name, a mapping of 'name' and options such as {'name': 'sinkhorn', 'n_iters': 3}, or "
+            f"a Normalizer, got {normalizer!r}"
+        )
+    further = dict(options or {})
+    for more in ({} if n_iters is None else {"n_iters": n_iters}, further):
+        if twice := [option for option in more if chosen.get(option) is not None]:
+            option = twice[0]
+            raise ValueError(f"{option} is given twice: as {chosen[option]!r} and as {more[option]!r}")
+        chosen.update(more)
+    if chosen.get("n_iters", ...) is None:
+        del chosen["n_iters"]
+    return {**default, **chosen} if default is not None and default["name"] == chosen["name"] else chosen
+
+
+def normalizer_class(choice: Mapping[str, Any]) -> type["Normalizer"]:
+    """The class that a mapping of `choose_normalizer` names.
+
+    Raises:
+        ValueError: for a name that is not registered.
+    """
+    name = choice["name"]
+    if isinstance(name, type) and issubclass(name, Normalizer):
+        return name
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"unknown normalizer {name!r}; there are {', '.join(list_normalizers())}")
-    known = list(inspect.signature(_REGISTRY[name]).parameters)
-    unknown = [option for option in options if option not in known]
+    return _REGISTRY[name]
+
+
+def get_normalizer(
+    normalizer: "NormalizerChoice", *, head_dim: int | None = None, num_heads: int | None = None, **options: Any
+) -> "Normalizer":
+    """Builds a normalizer. All of these are the same:
+
+        get_normalizer("sinkhorn", n_iters=3)
+        get_normalizer({"name": "sinkhorn", "n_iters": 3})
+        get_normalizer(Sinkhorn(n_iters=3))
+
+    Args:
+        normalizer: a name of `list_normalizers()`, a mapping of "name" and options, or a Normalizer. What is built is
+            always new, also from a Normalizer: of its class and with its options, for heads of this size, and with
+            parameters of its own, so that the layers of a model share nothing.
+        head_dim: width of a head; used by normalizers that own parameters, and ignored by the others.
+        num_heads: number of heads, likewise.
+        **options: options beside those in `normalizer`.
+
+    Raises:
+        ValueError: for an unknown name, an option given twice or that this normalizer does not have, or a value that it
+            does not take.
+    """
+    chosen = choose_normalizer(normalizer, options=options)
+    cls, name = normalizer_class(chosen), chosen.pop("name")
+    known = cls.option_names()
+    unknown = [option for option in chosen if option not in known]
     if unknown:
-        own = [option for option in known if option not in ("head_dim", "num_heads")]
-        raise ValueError(f"normalizer {name!r} has no option {', '.join(unknown)}; it has {', '.join(own) or 'none'}")
+        raise ValueError(f"normalizer {name!r} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+    if isinstance(normalizer, Normalizer):
+        head_dim = normalizer.head_dim if head_dim is None else head_dim
+        num_heads = normalizer.num_heads if num_heads is None else num_heads
+    sizes = {"head_dim": head_dim, "num_heads": num_heads}
+    taken = inspect.signature(cls).parameters
     try:
-        return _REGISTRY[name](**options)  # type: ignore[arg-type]
+        built = cls(**chosen, **{size: value for size, value in sizes.items() if size in taken})
     except TypeError as error:  # a value of a wrong type, such as "5" for 5
-        raise ValueError(f"normalizer {name!r} does not take these options, {options}: {error}") from error
+        raise ValueError(f"normalizer {name!r} does not take these options, {chosen}: {error}") from error
+    built.head_dim, built.num_heads = head_dim, num_heads
+    return built
+
+
+def normalizer_for(module: nn.Module, normalizer: "NormalizerChoice", heads: tuple[int, int] | None) -> "Normalizer":
+    """A normalizer for an attention module: of its device, precision and mode.
+
+    Args:
+        module: the attention.
+        normalizer: as for `get_normalizer`.
+        heads: their number and width; None where unknown, which normalizers that own parameters refuse.
+    """
+    num_heads, head_dim = heads or (None, None)
+    made = get_normalizer(normalizer, head_dim=head_dim, num_heads=num_heads)
+    weight = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
+    if weight is not None:
+        made.to(device=weight.device, dtype=weight.dtype)
+    return made.train(module.training)
 
 
 class Normalizer(nn.Module):
@@ -72,6 +160,9 @@ class Normalizer(nn.Module):
     `attend` is overridden where the output can be had without the map. `**options` are scale, attn_bias, query_mask and
     key_mask, and for `attend` dropout_p, each of them optional. The class attribute `row_wise` says that a row of the
     map depends on its own query alone; only such attention may be causal.
+
+    The constructor's arguments are the options, each kept as an attribute of its own name; one that owns parameters
+    takes `head_dim` and `num_heads` besides.
     """
 
     row_wise: bool = False
@@ -80,6 +171,19 @@ class Normalizer(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.num_heads = num_heads
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """The options that this class takes, in the order of its constructor."""
+        return [name for name in inspect.signature(cls).parameters if name not in ("head_dim", "num_heads")]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options as they are now, by their names."""
+        return {name: getattr(self, name) for name in self.option_names()}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         """coupling(query, key) @ value, (..., n, d_v); dropout acts on the final coupling without renormalising."""
@@ -127,3 +231,7 @@ class Normalizer(nn.Module):
         """Raises ValueError unless there is a value for each key: torch's fused softmax reads on past a short one."""
         if value.shape[-2] != key.shape[-2]:
             raise ValueError(f"value must have as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}")
+
+
+#: A normalizer and its options as one value: a name, {"name": ..., **options}, or a Normalizer to take after.
+NormalizerChoice: TypeAlias = str | Mapping[str, Any] | Normalizer

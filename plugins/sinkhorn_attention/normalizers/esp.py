@@ -95,9 +95,6 @@ class ESP(Normalizer):
         self.power = float(power)
         self.sharpness = float(sharpness)
 
-    def extra_repr(self) -> str:
-        return f"temperature={self.temperature}, power={self.power}, sharpness={self.sharpness}"
-
     def coupling(self, query: Tensor, key: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         if options.get("attn_bias") is not None:
             raise ValueError("esp sorts queries and keys and has no scores that attn_bias could be added to")

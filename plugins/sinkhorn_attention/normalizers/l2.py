@@ -10,7 +10,7 @@ its mean, because far from the origin the small difference of large |q|^2, |k|^2
 remains is an error of the scores of about 1e-7 * scale * |q - mean| * |k - mean|, as dot-product attention has.
 """
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class _FromDistances(Normalizer):
     def __init__(self, inner: Normalizer, head_dim: int | None, num_heads: int | None) -> None:
         super().__init__(head_dim, num_heads)
         self.inner = inner
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.inner.options
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         self.check_value(key, value)

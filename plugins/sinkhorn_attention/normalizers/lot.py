@@ -87,12 +87,10 @@ class LOT(Normalizer):
             raise ValueError("lot owns a pivot for every head: give head_dim and num_heads")
         self.n_iters = n_iters
         self.num_pivots = num_pivots
+        self.learned_masses = bool(learned_masses)
         self.backend = backend
         self.pivot = nn.Parameter(0.02 * torch.randn(num_heads, num_pivots, head_dim))
         self.mass_logits = nn.Parameter(torch.zeros(num_heads, num_pivots)) if learned_masses else None
-
-    def extra_repr(self) -> str:
-        return f"n_iters={self.n_iters}, num_pivots={self.num_pivots}, learned_masses={self.mass_logits is not None}"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         if self.mass_logits is not None or options.get("dropout_p", 0.0) > 0.0:

@@ -41,9 +41,6 @@ class Sigmoid(Normalizer):
             raise ValueError(f"bias must be a finite number, or None for -log m, got {bias!r}")
         self.bias = None if bias is None else float(bias)
 
-    def extra_repr(self) -> str:
-        return "bias=-log(m)" if self.bias is None else f"bias={self.bias}"
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         problem = prepare(query, key, value, may_be_causal=True, **options)
         if problem.is_empty:

@@ -42,9 +42,6 @@ class Sinkhorn(Normalizer):
         self.gradient = gradient
         self.backend = backend
 
-    def extra_repr(self) -> str:
-        return f"n_iters={self.n_iters}, gradient={self.gradient!r}, backend={self.backend!r}"
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         return sinkhorn_attention(
             *(query, key, value), n_iters=self.n_iters, gradient=self.gradient, backend=self.backend, **options

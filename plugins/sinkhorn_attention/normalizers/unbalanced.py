@@ -55,9 +55,6 @@ class UnbalancedSinkhorn(Normalizer):
         self.rho = float(rho)
         self.damping = 1.0 if math.isinf(rho) else rho / (rho + 1.0)
 
-    def extra_repr(self) -> str:
-        return f"n_iters={self.n_iters}, rho={self.rho}"
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[CallOptions]) -> Tensor:
         problem = prepare(query, key, value, n_iters=self.n_iters, **options)
         if problem.is_empty:

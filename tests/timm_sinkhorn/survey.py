@@ -1,7 +1,7 @@
 """The table of families: what `convert` does to one small model of each, and what still works afterwards.
 
-`python -m timm_sinkhorn.survey` writes `families.csv` beside this module; `--output` chooses another place and names on
-the command line some families only.
+`python -m tests.timm_sinkhorn.survey` writes `families.csv` beside this module; `--output` chooses another place and
+names on the command line some families only.
 """
 
 import argparse
@@ -17,9 +17,8 @@ from typing import Any
 import timm
 import torch
 from timm.models import fastvit, metaformer, nest, twins, visformer, volo
+from timm_sinkhorn import convert
 from torch import Tensor, nn
-
-from .conversion import convert
 
 TABLE = Path(__file__).with_name("families.csv")
 COLUMNS = ("family", "model", "attention", "converted", "left", "difference", "checkpointing", "compile")
@@ -251,7 +250,7 @@ def _same(check: Callable[[nn.Module], Callable[[Tensor], Tensor]], model: nn.Mo
 
 def main() -> None:
     """Writes the table; see the module's text."""
-    parser = argparse.ArgumentParser(prog="python -m timm_sinkhorn.survey", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.timm_sinkhorn.survey", description=__doc__)
     parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="family", help="all by default")
     parser.add_argument("--output", type=Path, default=TABLE)
     arguments = parser.parse_args()
