@@ -2,6 +2,7 @@
 memory, and how it is built and left aside."""
 
 import ctypes
+import math
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import venv
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from sinkhorn_attention import sinkhorn_attention
 from sinkhorn_attention.engines import AUTO, NATIVE, PORTABLE, native, native_library, portable
 from sinkhorn_attention.engines.native import LIBRARY
 from sinkhorn_attention.engines.native_library import SWITCH, Library
+from sinkhorn_attention.engines.operator import define
 from sinkhorn_attention.engines.problem import Problem
 
 ROOT = Path(__file__).parents[2]
@@ -287,6 +290,83 @@ def test_tokens_are_read_where_they_lie(monkeypatch) -> None:
     monkeypatch.setattr(native, "operand", lambda *given, **more: (seen.append(given[0]), honest(*given, **more))[1])
     NATIVE(Problem(query, key, value, n_iters=3, scale=0.3))
     assert {each.data_ptr() for each in seen if each is not None} == {each.data_ptr() for each in (query, key, value)}
+
+
+@needs_library
+def test_negated_views_and_zeros_without_memory() -> None:
+    """What torch holds with a sign to be changed, as z.conj().imag, or not at all, is not what lies at its address."""
+    query, key, value = tokens(2)
+    bias = torch.randn(40, 40)
+
+    def run(query: torch.Tensor, bias: torch.Tensor, arriving: torch.Tensor) -> list[torch.Tensor]:
+        output = NATIVE(Problem(query, key, value, attn_bias=bias, n_iters=3, scale=0.3))
+        return [output.detach(), *torch.autograd.grad(output, (query, key, value), arriving)]
+
+    def negated(tensor: torch.Tensor) -> torch.Tensor:
+        view = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+        assert view.is_neg()
+        return view
+
+    arriving = torch.randn(2, 40, 8)
+    want = run(query, bias, arriving)
+    for given in ((torch._neg_view(-query), bias, arriving), (query, negated(bias), arriving)):
+        for one, other in zip(run(*given), want, strict=True):
+            torch.testing.assert_close(one, other)
+    for one, other in zip(run(query, bias, torch._neg_view(-arriving)), want, strict=True):
+        torch.testing.assert_close(one, other)
+    assert all((each == 0).all() for each in run(query, bias, torch._efficientzerotensor(2, 40, 8))[1:])
+
+
+# ------------------------------------------------------------------------------------------------ numbers at the edge
+
+
+def against_the_definition(problem: Problem, tolerance: float = 1e-5) -> None:
+    """Value and gradient, relative in norm."""
+    leaves = [each.detach().requires_grad_() for each in (problem.query, problem.key, problem.value)]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    got = step(replace(problem, query=leaves[0], key=leaves[1], value=leaves[2]))
+    wide = replace(problem.in_dtype(torch.float64), query=exact[0], key=exact[1], value=exact[2])
+    for one, other in zip(got, step(wide, define), strict=True):
+        assert one.isfinite().all()
+        assert (one.double() - other).norm() <= tolerance * other.norm()
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n_iters", [1, 3])
+def test_a_bias_that_overflows_times_log2_e(n_iters: int, dtype: torch.dtype) -> None:
+    """The row that it stands in has its whole weight there; -max stands for no support as -inf does."""
+    query, key, value = (each.to(dtype) for each in tokens(2))
+    bias = torch.zeros(40, 40, dtype=dtype)
+    bias[3, 4] = 0.9 * torch.finfo(dtype).max
+    against_the_definition(Problem(query, key, value, attn_bias=bias, n_iters=n_iters, scale=0.3))
+
+
+@needs_library
+@pytest.mark.parametrize("n_iters", [1, 4])
+@pytest.mark.parametrize(("of_query", "of_key", "scale"), [(1e-19, 1e18, 300.0), (1e-20, 1e-19, 1e39)])
+def test_tokens_and_scales_out_of_proportion(of_query: float, of_key: float, scale: float, n_iters: int) -> None:
+    """Squares below the smallest number are no bound of a score, and a scale may be too large for single precision."""
+    query, key, value = tokens(2)
+    against_the_definition(Problem(of_query * query.sign(), of_key * key, value, n_iters=n_iters, scale=scale), 1e-4)
+
+
+@needs_library
+@pytest.mark.parametrize("n_iters", [1, 3, 4])
+def test_an_infinite_arriving_gradient_leaves_padding_alone(n_iters: int, monkeypatch) -> None:
+    """As mixed precision brings it now and then: masked tokens have gradients of exactly 0, alone and in a team."""
+    mask = torch.arange(40) % 3 > 0
+    for threads in (1, 3):
+        monkeypatch.setattr(LIBRARY, "threads", lambda threads=threads: threads)
+        for bad in (math.inf, math.nan):
+            leaves = tokens(2)
+            output = NATIVE(Problem(*leaves, query_mask=mask, key_mask=mask, n_iters=n_iters, scale=0.3))
+            arriving = torch.ones_like(output)
+            arriving[0, 4, 2] = bad
+            gradients = torch.autograd.grad(output, leaves, arriving)
+            assert not all(each[0].isfinite().all() for each in gradients)
+            assert all((each[:, ~mask] == 0).all() for each in gradients)
+            assert all(each[1].isfinite().all() for each in gradients)
 
 
 # ------------------------------------------------------------------------------------------------------------ building

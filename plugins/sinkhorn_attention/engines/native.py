@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import domains, portable
 from .domains import LOG_DOMAIN
-from .heads import Gradients, Heads
+from .heads import LOG2E, Gradients, Heads
 from .native_library import Library
 from .operator import Results, State, define
 from .portable import Portable
@@ -79,8 +79,14 @@ def operand(tensor: Tensor | None, dims: int, is_mask: bool = False) -> Operand:
     return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], strides[:dims], rows, columns)
 
 
+def _in_memory(tensor: Tensor) -> Tensor:
+    """A tensor whose numbers lie in memory: torch holds some negated, and some zeros not at all."""
+    return tensor.new_zeros(tensor.shape) if tensor._is_zerotensor() else tensor.resolve_neg()
+
+
 def _in_rows(tensor: Tensor) -> Tensor:
-    """A tensor whose last dimension lies in one piece."""
+    """A tensor whose last dimension lies in memory in one piece."""
+    tensor = _in_memory(tensor)
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
@@ -168,7 +174,7 @@ class Native(Portable):
         tokens = [_in_rows(tensor) for tensor in (problem.query, problem.key, problem.value)]
         call.query, call.key, call.value = (operand(tensor, dims) for tensor in tokens)
         masks = [
-            None if mask is None else mask.expand(*lead, length)
+            None if mask is None else _in_memory(mask).expand(*lead, length)
             for mask, length in ((problem.query_mask, n), (problem.key_mask, m))
         ]
         call.query_mask, call.key_mask = (operand(mask, dims, is_mask=True) for mask in masks)
@@ -177,6 +183,7 @@ class Native(Portable):
         call.keep_factor = 0.0 if problem.dropout_p >= 1 else 1 / (1 - problem.dropout_p)
         bias, bound = problem.attn_bias, None
         if bias is not None:
+            bias = _in_memory(bias)
             bound = _bias_bound(bias, problem.dtype).expand(lead)
             call.bias = operand(bias.expand(*lead, n, m), dims)
             call.bias_bound = Operand(bound.data_ptr(), 0, bound.stride())
@@ -204,9 +211,12 @@ class Native(Portable):
 
 
 def _bias_bound(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest absolute value of each matrix of a bias (..., n, m); infinite for -inf, NaN for NaN and +inf."""
+    """The largest absolute value of each matrix of a bias (..., n, m); infinite for -inf, NaN for NaN and +inf.
+
+    The library takes the bias times log2(e): what overflows by that counts as infinite.
+    """
     low, high = bias.amin((-2, -1)).to(dtype), bias.amax((-2, -1)).to(dtype)
-    return torch.maximum(high, -low).masked_fill_(high == math.inf, math.nan)
+    return torch.maximum(high, -low).masked_fill_(high * LOG2E == math.inf, math.nan)
 
 
 def disagreement(library: ctypes.CDLL) -> str | None:

@@ -278,8 +278,11 @@ private:
             },
             [&](long i, long rows) {
                 const int64_t at = offset_of(c, c.d_query, x.h);
-                for (long r = 0; r < std::min(rows, s.n - i); r++)
-                    write_numbers<F>(c.d_query, at + (i + r) * s.d, member.result + r * s.dp, s.d, F(c.scale));
+                for (long r = 0; r < std::min(rows, s.n - i); r++) {
+                    F* row = member.result + r * s.dp;
+                    if (!x.row_is_in(i + r)) std::fill(row, row + s.d, F(0));
+                    write_numbers<F>(c.d_query, at + (i + r) * s.d, row, s.d, F(c.scale));
+                }
             });
         x.sync();
     }
@@ -296,9 +299,10 @@ private:
         F* total = member.result;
         const auto write = [&](const Operand& o, int64_t at, F* Member<F>::*part, long ld, long width, long j, F factor) {
             const F* from = member.*part + j * ld;
-            if (team.size > 1) {
+            const bool in = team.column_target[j] != 0;  // otherwise 0, whatever the arriving gradient holds
+            if (team.size > 1 || !in) {
                 std::fill(total, total + width, F(0));
-                for (int t = 0; t < team.size; t++)
+                for (int t = 0; in && t < team.size; t++)
                     for (long l = 0; l < width; l++) total[l] += (team.members[t].*part)[j * ld + l];
                 from = total;
             }

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <limits>
 
 #include "call.h"
 #include "products.h"
@@ -159,7 +160,7 @@ public:
     // ------------------------------------------------------------------------------------------------ packing
 
     // Rows (length, width) of tokens in the arithmetic's dtype, padded by zeros, zero where masked; gives their largest
-    // sum of squares, NaN if any number is not finite.
+    // sum of squares or a little more, NaN if any number is not finite.
     F pack(F* out, long ld, const Operand& tokens, long width, Span rows, long length, const Operand& mask) {
         const int64_t at = offset_of(c, tokens, h), mask_at = offset_of(c, mask, h);
         F most = 0, total = 0;
@@ -174,7 +175,8 @@ public:
             most = std::max(most, norm);
             total += norm;
         }
-        return total - total == 0 ? most : NAN;
+        // A square below the smallest normal number was taken for 0.
+        return total - total == 0 ? most + ld * std::numeric_limits<F>::min() : NAN;
     }
 
     // Packs queries and keys; shifts become 0 or, where a token takes no part, -inf.
@@ -212,8 +214,10 @@ public:
             const int64_t at = offset_of(c, c.bias_bound, h);
             bias = ((const F*)c.bias_bound.data)[at];
         }
-        const double bound = std::sqrt(queries) * std::sqrt(keys) * std::abs(c.scale) * LOG2E;
-        if (!(bound < LARGEST_SCORE) || bias != bias) return LOG_DOMAIN;
+        // Keys are packed times the scale: neither it nor they may overflow, however small the queries are.
+        const double scaled_keys = std::sqrt(keys) * std::abs(c.scale) * LOG2E, bound = std::sqrt(queries) * scaled_keys;
+        const double largest = std::max({bound, scaled_keys, std::abs(c.scale)});
+        if (!(largest < LARGEST_SCORE) || bias != bias) return LOG_DOMAIN;
         return bound + bias * LOG2E <= c.bounded_log2 ? BOUNDED : SHIFTED;
     }
 
