@@ -50,8 +50,10 @@ def test_bleu_is_told_before_and_after(runs):
     jobs = demo.jobs([f"paths.runs={runs.folder}"], "ha_de_en")
     sinkhorn = next(job for job in jobs if job.folder.config["attention"]["name"] == "sinkhorn")
     sinkhorn.folder.path.mkdir(parents=True)
-    places = {"initial": {"test": {"bleu": 11.5}}, "last": {"test": {"bleu": 12.25}}}
-    (sinkhorn.folder.path / "result.json").write_text(json.dumps({"seed": 0, "epochs": 3, **places}))
+    place = {"epoch": 3, "checkpoint": "checkpoints/checkpoint_last.pt", "test": {"bleu": 12.25}}
+    places = {"initial": {"test": {"bleu": 11.5}}, "best": place, "last": place}
+    facts = {"seed": 0, "epochs": 3, "data": {}, "metric": "loss", "selected_on": "val"}
+    (sinkhorn.folder.path / "result.json").write_text(json.dumps({**facts, **places}))
     (line,) = demo.before_and_after(jobs)
     assert line.endswith("3 half-steps, seed 0: test BLEU 11.50 before adaptation, 12.25 after 3 epochs of it")
 

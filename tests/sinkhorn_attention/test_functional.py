@@ -57,7 +57,10 @@ BAD_ARGUMENTS = [
     ({"dropout_p": None}, r"dropout_p must lie in \[0, 1\], got None"),
     ({"scale": 10**400}, r"scale must be a finite number"),
     ({"gradient": "exact"}, r"gradient must be one of unrolled, detached, implicit, got 'exact'"),
-    ({"backend": "cuda"}, r"backend must be one of auto, reference, portable, dense, streaming, triton, got 'cuda'"),
+    (
+        {"backend": "cuda"},
+        r"backend must be one of auto, reference, native, portable, dense, streaming, triton, got 'cuda'",
+    ),
 ]
 
 

@@ -102,9 +102,9 @@ def test_exponents() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_peak_memory_sees_what_is_freed_again() -> None:
     def work() -> None:
-        torch.ones(25 << 18).sum()  # 25 MB
+        torch.ones(50 << 18).sum()  # 50 MB: above 32 no memory that was freed before is used again
 
-    assert 24 <= peak_megabytes(work) < 40
+    assert 49 <= peak_megabytes(work) < 65
 
 
 def test_the_published_arithmetic_is_left_out_where_its_maps_would_not_fit() -> None:
