@@ -276,16 +276,17 @@ def _check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> Non
 
 
 def _same_tokens(query: Tensor, key: Tensor) -> bool:
-    """Whether query and key are one tensor, or plain tensors over the same memory.
+    """Whether query and key are one tensor, or what reentrant checkpointing makes of one.
 
-    Reentrant checkpointing detaches every argument by itself, so the recomputation does not see one object.
+    It detaches every argument by itself, so that the recomputation does not see one object but two plain tensors over
+    the same memory. Two views of a tensor are two tensors: a compiled model, which sees no memory, takes them so.
     """
     if query is key:
         return True
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     plain = type(query) is Tensor and type(key) is Tensor and not query.is_meta
-    return plain and query.shape == key.shape and query.is_set_to(key)
+    return plain and not query._is_view() and not key._is_view() and query.shape == key.shape and query.is_set_to(key)
 
 
 def _token_masks(

@@ -486,3 +486,20 @@ def test_a_key_padding_mask_written_out_for_all_queries_is_one(need_weights: boo
             torch.testing.assert_close(both, want)
     same_for_all = module(x, x, x, attn_mask=hide[1:].expand(5, 5), need_weights=need_weights)[0]
     torch.testing.assert_close(same_for_all[:, :3], module(x[:, :3], x[:, :3], x[:, :3])[0])
+
+
+def test_two_views_of_a_tensor_are_two_tensors_compiled_or_not() -> None:
+    """Padding of keys alone says nothing of queries that are others, and no mode may take them for the same."""
+    _, ours = twins(n_iters=3)
+    x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64).transpose(0, 1)
+
+    def attend(tokens: Tensor, views: bool) -> Tensor:
+        other = tokens[:] if views else tokens
+        return ours(tokens[:] if views else tokens, other, other, PADDING)[0]
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    apart = ours(x, x.clone(), x.clone(), PADDING)[0]
+    for views, want in ((True, apart), (False, ours(x, x, x, PADDING)[0])):
+        torch.testing.assert_close(attend(x, views), want)
+        torch.testing.assert_close(compiled(x, views), want)
+    assert not torch.allclose(apart, ours(x, x, x, PADDING)[0])
