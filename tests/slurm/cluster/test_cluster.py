@@ -69,8 +69,9 @@ def test_preempted(sweep):
 
 
 def test_a_sweep_of_six_is_one_array(sweep):
-    words = ("attention=sinkhorn", "attention.n_iters=1,2,3", "seed=range(2)", "trainer.max_epochs=2")
-    jobs = sweep.submit(*words)
+    words = (*SLOW, "attention=sinkhorn", "attention.n_iters=1,2,3", "seed=range(2)", "trainer.max_epochs=2")
+    # So slow that none has finished when the same line is given again, on a busy machine too.
+    jobs = sweep.submit(*words, cluster=("cluster.environment={SLOW_STEP:'3'}",))
     assert [task["job_id"] for task in jobs.content["tasks"]] == [f"{jobs.id}_{index}" for index in range(6)]
     again = sweep.command("slurm.submit", *sweep.words(*words), "cluster=dev")
     assert again.returncode == 0
