@@ -64,7 +64,6 @@ static bool check(long n, long m, long d, long dv, long T, double std, long thre
     c.dims = 1, c.lead[0] = heads, c.heads = heads, c.n = n, c.m = m, c.d = d, c.dv = dv, c.half_steps = T;
     c.threads = threads, c.keep_bytes = keep, c.share_bytes = 1 << 20, c.block_rows = 12, c.block_columns = 32;
     c.is_double = sizeof(F) == 8, c.scale = scale, c.damping = 1, c.keep_factor = 1, c.bounded_log2 = 28;
-    c.trusted_log2 = sizeof(F) == 8 ? 900 : 84;
     c.query = operand(q, n, d, dtype), c.key = operand(k, m, d, dtype), c.value = operand(v, m, dv, dtype);
     c.key_mask = operand(in, 1, m, BOOL);
     c.d_output = operand(arriving, n, dv, dtype), c.d_query = operand(dq, n, d, dtype);

@@ -6,7 +6,7 @@
     triton      kernels for CUDA devices and up to 256 keys (triton.py)
     implicit    the derivative at convergence, by its equations (implicit.py)
 
-Another engine is a class with the methods of `operator.Engine`, and a line in `operator_of`.
+Another engine is a class with the methods of `operator.Engine`, a name in `BACKENDS`, and its operator in `_OPERATORS`.
 """
 
 import torch

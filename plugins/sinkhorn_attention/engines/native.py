@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import domains, portable
-from .domains import LOG_DOMAIN
+from .domains import LOG_DOMAIN, SHIFTED, trusted_heads
 from .heads import LOG2E, Gradients, Heads
 from .native_library import Library
 from .operator import Results, State, define
@@ -63,7 +63,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "n", "m", "d", "dv", "half_steps", "threads")),
         *((name, ctypes.c_int64) for name in ("keep_bytes", "share_bytes", "block_rows", "block_columns")),
         *((name, ctypes.c_int64) for name in ("pass_bytes", "detached", "backward", "is_double", "bias_copy")),
-        *((name, ctypes.c_double) for name in ("scale", "damping", "keep_factor", "bounded_log2", "trusted_log2")),
+        *((name, ctypes.c_double) for name in ("scale", "damping", "keep_factor", "bounded_log2")),
         *((name, Operand) for name in ("query", "key", "value", "bias", "bias_bound", "query_mask", "key_mask")),
         *((name, Operand) for name in ("dropout_keep", "d_output", "d_query", "d_key", "d_value", "d_bias")),
         *((name, ctypes.c_void_p) for name in ("output", "rows", "columns", "domain", "scratch")),
@@ -133,12 +133,16 @@ class Native(Portable):
 
     def forward_by(self, library: ctypes.CDLL, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`forward` by a library."""
-        state, result = self.state(problem), problem.like.new_empty(problem.output_shape, dtype=problem.dtype)
-        self._run(library, problem, (result, *state))
-        if bool((state[2] == LOG_DOMAIN).any()):
+        u, v, domain = self.state(problem)
+        result = problem.like.new_empty(problem.output_shape, dtype=problem.dtype)
+        self._run(library, problem, (result, u, v, domain))
+        shifted = (domain == SHIFTED).nonzero().squeeze(1)
+        if len(shifted):
+            domain[shifted[~trusted_heads(u[:, shifted], v[:, shifted])]] = LOG_DOMAIN
+        if bool((domain == LOG_DOMAIN).any()):
             heads = Heads(problem)
-            self._log_domain_forward(heads, state[2], result.view(heads.count, heads.n, -1))
-        return result, *state
+            self._log_domain_forward(heads, domain, result.view(heads.count, heads.n, -1))
+        return result, u, v, domain
 
     def backward_by(
         self, library: ctypes.CDLL, problem: Problem, results: Sequence[Tensor], state: State, bias_gradient: bool
@@ -169,7 +173,7 @@ class Native(Portable):
         call.backward, call.is_double = gradients is not None, problem.dtype == torch.float64
         call.keep_bytes, call.share_bytes = 0 if self.recompute else portable.RECOMPUTE_BYTES, portable.LARGE_MAP_BYTES
         call.block_rows, call.block_columns, call.pass_bytes = BLOCK_ROWS, BLOCK_COLUMNS, PASS_BYTES
-        call.bounded_log2, call.trusted_log2 = domains.BOUNDED_LOG2, domains.TRUSTED_LOG2[problem.dtype]
+        call.bounded_log2 = domains.BOUNDED_LOG2
         # What the pointers point to has to live until the call has returned.
         tokens = [_in_rows(tensor) for tensor in (problem.query, problem.key, problem.value)]
         call.query, call.key, call.value = (operand(tensor, dims) for tensor in tokens)

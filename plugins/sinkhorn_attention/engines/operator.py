@@ -27,7 +27,10 @@ _TYPES = {bool: "bool", int: "int", float: "float"}
 
 
 class Engine(Protocol):
-    """A way of computing. Results are contiguous and in float32 at least, gradients in the dtype of their inputs."""
+    """A way of computing. Results are contiguous and in float32 at least, gradients in the dtype of their inputs.
+
+    Neither function may leave a derivative to autograd: inside a compiled or exported operator there is none.
+    """
 
     name: str
 

@@ -164,8 +164,7 @@ private:
                 },
                 [](long, long) {});
         x.filled = s.kept;
-        const Span keys{0, s.m};
-        for (long j = keys.first; j < keys.last; j++)  // V.dV of my rows
+        for (long j = 0; j < s.m; j++)  // V.dV, of the share of dV that my rows have
             member.column_sums[j] = row_dot(team.values + j * s.dvp, member.d_value + j * s.dvp, s.dvp);
         x.sync();
     }

@@ -33,7 +33,7 @@ extern "C" struct Call {
     int64_t detached, backward, is_double;
     int64_t bias_copy;  // elements of a copy of d_bias, of which each thread has one; 0 if there is one copy for all
     double scale, damping, keep_factor;
-    double bounded_log2, trusted_log2;  // see domains.py
+    double bounded_log2;  // see domains.py
     // column_stride is 1 for tokens
     Operand query, key, value, bias, bias_bound, query_mask, key_mask, dropout_keep, d_output;
     Operand d_query, d_key, d_value, d_bias;

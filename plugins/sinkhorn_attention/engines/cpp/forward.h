@@ -79,19 +79,4 @@ static void forward_head(Head<F>& x) {
                 }
             });
     x.sync();
-    if (domain == SHIFTED && x.rank == 0) {
-        // The range that the exponential domain is trusted with; NaN never is.
-        F most_u = 0, most_v = 0;
-        bool finite = true;
-        const auto scan = [&](const F* p, long count, F& most) {
-            for (long i = 0; i < count; i++) most = std::max(most, p[i]), finite = finite && p[i] - p[i] == 0;
-        };
-        for (long i = 0; i < (s.T + 1) / 2; i++) scan(x.u(i), s.n, most_u);
-        for (long i = 0; i <= s.T / 2; i++) {
-            scan(x.v(i), s.m, most_v);
-            if (s.damped && i < s.T / 2) scan(x.inverse_sums(i), s.m, most_v);
-        }
-        if (!finite || !(std::log2(most_u) + std::log2(most_v) <= c.trusted_log2)) c.domain[x.h] = LOG_DOMAIN;
-    }
-    x.sync();
 }
