@@ -34,6 +34,14 @@ class Sweep:
     def words(self, *more: str, runs: str = "runs") -> list[str]:
         return [*self.base, f"paths.runs={self.folder / runs}", f"paths.data={self.data}", *more]
 
+    def pace(self, seconds: float) -> str:
+        """The seconds that a step of `SLOW` takes from now on; the option of the cluster that lets jobs read them."""
+        file = self.folder / "seconds"
+        whole = file.with_suffix(".new")
+        whole.write_text(str(seconds))
+        whole.replace(file)
+        return f"cluster.environment={{SLOW_STEP:'{file}'}}"
+
     def command(self, module: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         arguments = [sys.executable, "-m", module, *words]
         return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **options)

@@ -77,15 +77,16 @@ def test_agents_are_started_once_for_each_task(sweep):
 
 
 def test_one_of_a_sweep_is_cancelled(sweep):
-    words = (*SLOW, "seed=0,1")
-    jobs = sweep.submit(*words, cluster=("cluster.environment={SLOW_STEP:'1'}", "cluster.partition=main"))
+    words = (*SLOW, "seed=0,1", "trainer.max_epochs=20")
+    jobs = sweep.submit(*words, cluster=(sweep.pace(1), "cluster.partition=main"))
     until(lambda: all(epochs(run) for run in jobs.runs), 120, jobs.logs)
-    one = sweep.words(*SLOW, "seed=1")
+    one = sweep.words(*SLOW, "seed=1", "trainer.max_epochs=20")
     not_told = sweep.command("slurm.cancel", *one, stdin=subprocess.DEVNULL)
     assert not_told.returncode == 2
     assert len(queue(jobs.id)) == 2
     told = sweep.command("slurm.cancel", *one, "--yes")
     assert told.returncode == 0, told.stderr
+    sweep.pace(0)
     jobs.wait()
     by_seed = {json.loads((run / "run.json").read_text())["seed"]: run for run in jobs.runs}
     states = sweep.status(jobs.id)

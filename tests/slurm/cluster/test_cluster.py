@@ -71,12 +71,13 @@ def test_preempted(sweep):
 def test_a_sweep_of_six_is_one_array(sweep):
     words = (*SLOW, "attention=sinkhorn", "attention.n_iters=1,2,3", "seed=range(2)", "trainer.max_epochs=2")
     # So slow that none has finished when the same line is given again, on a busy machine too.
-    jobs = sweep.submit(*words, cluster=("cluster.environment={SLOW_STEP:'3'}",))
+    jobs = sweep.submit(*words, cluster=(sweep.pace(8),))
     assert [task["job_id"] for task in jobs.content["tasks"]] == [f"{jobs.id}_{index}" for index in range(6)]
     again = sweep.command("slurm.submit", *sweep.words(*words), "cluster=dev")
     assert again.returncode == 0
     assert "6 queued or running" in again.stderr
     assert "nothing to submit" in again.stdout
+    sweep.pace(0)
     jobs.wait()
     assert all((run / "result.json").exists() for run in jobs.runs), jobs.logs()
     assert set(jobs.accounts().values()) == {"COMPLETED"}
@@ -93,9 +94,8 @@ def test_a_sweep_of_six_is_one_array(sweep):
 
 def test_failures_are_told_and_made_good(sweep):
     """One seed's run is killed as for want of memory, the other's is left alone; a variant raises."""
-    environment = "cluster.environment={SLOW_STEP:'1'}"
     words = (*SLOW, *SINKHORN, "+model.raises_at=null,5", "seed=0,1")
-    jobs = sweep.submit(*words, cluster=(NODE("node2"), environment))
+    jobs = sweep.submit(*words, cluster=(NODE("node2"), sweep.pace(2)))
     by_words = {tuple(task["overrides"][-2:]): Path(task["folder"]) for task in jobs.content["tasks"]}
     killed, raising = by_words["+model.raises_at=null", "seed=0"], by_words["+model.raises_at=5", "seed=0"]
     other = by_words["+model.raises_at=null", "seed=1"]
@@ -109,6 +109,7 @@ def test_failures_are_told_and_made_good(sweep):
     assert "the loss is not finite" in states[raising.name]["detail"]
     assert states[other.name]["state"] in ("running", "finished")
     ids = {Path(task["folder"]): task["job_id"] for task in jobs.content["tasks"]}
+    sweep.pace(0)
     jobs.wait()
     accounts = jobs.accounts()
     assert accounts[ids[raising]] == accounts[ids[killed]] == "FAILED"

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from experiments.models import timm_model
 
 class Slow(nn.Module):
     """A model whose training steps take SLOW_STEP seconds each, which changes no number.
+
+    SLOW_STEP may be a file that holds the seconds and is read at each step: so a test ends the wait when it is ready.
 
     Args:
         raises_at: the training step, from 0, at which it raises.
@@ -26,7 +29,8 @@ class Slow(nn.Module):
             if self.step == self.raises_at:
                 raise FloatingPointError("the loss is not finite, as it may happen")
             self.step += 1
-            time.sleep(float(os.environ.get("SLOW_STEP", "0")))
+            seconds = os.environ.get("SLOW_STEP", "0")
+            time.sleep(float(Path(seconds).read_text() if os.path.isabs(seconds) else seconds))
         return self.model(images)
 
 
