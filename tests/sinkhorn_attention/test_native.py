@@ -124,6 +124,53 @@ def test_a_library_that_disagrees_is_left_aside(monkeypatch) -> None:
         sinkhorn_attention(query, key, value, 3, backend="native")
 
 
+@pytest.mark.parametrize(
+    ("lead", "n", "m", "width"), [((), 1, 1, 1), ((3,), 64, 33, 16), ((2, 3), 5, 7, 3), ((2, 2, 2), 70, 70, 32)]
+)
+@pytest.mark.parametrize("gradient", ["unrolled", "detached"])
+def test_without_a_library_one_half_step_is_torchs_kernel(
+    monkeypatch, make_problem, matches_reference, lead, n, m, width, gradient
+) -> None:
+    monkeypatch.setattr(LIBRARY, "load", lambda: None)
+    for name in ("forward", "backward"):  # what would be called otherwise
+        monkeypatch.setattr(portable.Portable, name, None)
+    for std, scale in ((1, None), (5, -0.3)):
+        call = make_problem(n, m, 1, lead=lead, width=width, value_width=width, std=std, scale=scale, gradient=gradient)
+        for dtype in (torch.float32, torch.float64):
+            matches_reference(call, ("auto", "streaming"), dtype)
+
+
+@pytest.mark.parametrize("how", ["mask", "bias", "dropout", "value width", "half", "more half-steps", "strides", "NaN"])
+def test_without_a_library_what_torchs_kernel_is_not_taken_for(monkeypatch, how: str) -> None:
+    monkeypatch.setattr(LIBRARY, "load", lambda: None)
+    query, key, value = (tensor.detach().requires_grad_() for tensor in tokens(2, 3))
+    options: dict = {"n_iters": 3 if how == "more half-steps" else 1}
+    if how == "mask":
+        options["key_mask"] = torch.arange(40) < 30
+        value = value.detach().masked_fill(~options["key_mask"][:, None], math.nan).requires_grad_()
+    elif how == "bias":
+        options["attn_bias"] = torch.eye(40)
+    elif how == "dropout":
+        options["dropout_p"] = 0.5
+    elif how == "value width":
+        value = value[..., :3].detach().requires_grad_()
+    elif how == "half":
+        query, key, value = (tensor.bfloat16().detach().requires_grad_() for tensor in (query, key, value))
+    elif how == "strides":
+        query, key, value = (tensor.mT.contiguous().mT.detach().requires_grad_() for tensor in (query, key, value))
+    elif how == "NaN":
+        query = query.detach().index_fill(0, torch.tensor(1), math.nan).requires_grad_()
+    found = []
+    for backend in ("auto", "reference"):
+        torch.manual_seed(0)
+        output = sinkhorn_attention(query, key, value, backend=backend, **options)
+        found.append([output, *torch.autograd.grad(output.float().square().sum(), (query, key, value))])
+    close = {"rtol": 2e-2, "atol": 1e-2} if how == "half" else {"rtol": 1e-4, "atol": 1e-5}
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True, **close)
+        assert one.dtype == other.dtype
+
+
 @needs_library
 def test_an_openmp_of_its_own_is_refused(monkeypatch) -> None:
     """Two pools of threads would take the cores from one another."""

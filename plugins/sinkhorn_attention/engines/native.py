@@ -9,7 +9,7 @@
    formulas and state these are: exponential.py has them.
 
 The library is built when the package is installed (native_library.py finds it). Without it, or where its check against
-the definition fails, the portable engine takes every call.
+the definition fails, the portable engine takes every call, and torch's kernel for softmax one half-step.
 """
 
 import ctypes
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import domains, portable
 from .domains import LOG_DOMAIN, SHIFTED, trusted_heads
+from .fused_softmax import is_plain_softmax, softmax_backward, softmax_forward
 from .heads import LOG2E, Gradients, Heads
 from .native_library import Library
 from .operator import Results, State, define
@@ -122,14 +123,21 @@ class Native(Portable):
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The output, contiguous and in float32 at least, and the `state`."""
         library = self.library(problem)
-        return super().forward(problem) if library is None else self.forward_by(library, problem)
+        if library is not None:
+            return self.forward_by(library, problem)
+        if is_plain_softmax(problem):
+            state = self.state(problem)
+            return softmax_forward(problem, state), *state
+        return super().forward(problem)
 
     def backward(self, problem: Problem, results: tuple[Tensor, Tensor], state: State, bias_gradient: bool) -> Results:
         """Gradients of query, key, value and bias; see `operator.Engine`."""
         library = self.library(problem)
-        if library is None:
-            return super().backward(problem, results, state, bias_gradient)
-        return self.backward_by(library, problem, results, state, bias_gradient)
+        if library is not None:
+            return self.backward_by(library, problem, results, state, bias_gradient)
+        if is_plain_softmax(problem):
+            return softmax_backward(problem, results, state)
+        return super().backward(problem, results, state, bias_gradient)
 
     def forward_by(self, library: ctypes.CDLL, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`forward` by a library."""
