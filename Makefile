@@ -2,7 +2,8 @@
 export PYTHON
 # Small problems in several processes: threads that spin while they wait would take the cores from one another.
 QUIET_THREADS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
-WORKERS = $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+# One more than there are cores: many tests wait for processes that they have started.
+WORKERS = $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
 
 .PHONY: setup demo demo-points demo-text test test-slurm lint bench
 
