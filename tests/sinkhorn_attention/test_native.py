@@ -476,7 +476,9 @@ def test_the_wheel_has_its_libraries_and_works_without_the_suite(tmp_path) -> No
         (wheel,) = folder.glob("*.whl")
         assert wheel.name.split("-")[2:4] == ["py3", "none"]
         with zipfile.ZipFile(wheel) as file:
-            return [name for name in file.namelist() if name.endswith(".so") or ".so." in name]
+            names = file.namelist()
+        assert {"sinkhorn_attention/py.typed", "timm_sinkhorn/py.typed"} <= set(names)
+        return [name for name in names if name.endswith(".so") or ".so." in name]
 
     assert build(tmp_path / "without", CXX="no-such-compiler") == []
     if shutil.which("g++") is None:
@@ -494,16 +496,18 @@ def test_the_wheel_has_its_libraries_and_works_without_the_suite(tmp_path) -> No
                  "markupsafe", "fsspec", "filelock", "numpy", "nvidia", "triton"):  # fmt: skip
         if (packages / name).exists():
             (site / name).symlink_to(packages / name)
-    said = subprocess.run(
-        [tmp_path / "clean" / "bin" / "python", "-m", "sinkhorn_attention"],
-        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", SWITCH)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert said.returncode == 0, said.stderr[-2000:]
-    assert "native     native x86-64-v" in said.stdout
+    first = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    for words, says in ((("-m", "sinkhorn_attention"), "native     native x86-64-v"), (("-c", first), "")):
+        said = subprocess.run(
+            [tmp_path / "clean" / "bin" / "python", *words],
+            env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", SWITCH)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert said.returncode == 0, said.stderr[-2000:]
+        assert says in said.stdout
 
 
 def test_ctypes_fields_are_as_wide_as_the_header_says() -> None:

@@ -136,7 +136,8 @@ def test_a_node_goes_down(sweep):
     try:
         until(lambda: any("PENDING" in line for line in queue(jobs.id)), 30, jobs.logs)
         assert sweep.status()[run.name]["state"] in ("requeued", "preempted")
-        subprocess.run([*update, f"jobid={jobs.id}", "excnodelist="], check=True)
+        # Not to the same node: it may be back at once, and refuses a job that it has just been told to kill.
+        subprocess.run([*update, f"jobid={jobs.id}", "excnodelist=node2"], check=True)
         reference = sweep.alone(*words)
         jobs.wait()
     finally:
