@@ -21,7 +21,7 @@ from experiments.config import compose, resolve
 from experiments.runners import fairseq_process
 from experiments.runners.run_dir import RunDir
 from experiments.train import Outcome, execute
-from tests.experiments.fairseq_runs.forked import FORKING
+from tests.experiments.fairseq_runs.forked import FORKING, start_server
 
 PREPROCESS = """
 import sys
@@ -71,6 +71,7 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of data: sentences with one word that tells the label, and a language in which all begins alike."""
     if importlib.util.find_spec("fairseq") is None:
         pytest.skip("fairseq is not installed: pip install --require-hashes --no-deps -r requirements-fairseq.txt")
+    start_server()
     folder = tmp_path_factory.mktemp("text")
     for seed, (split, count) in enumerate(SIZES.items()):
         labels = random.Random(seed).choices(["neg", "pos"], k=count)
@@ -99,10 +100,9 @@ class TextRuns:
         return [f"paths.runs={self.folder}", f"paths.data={self.data}", *more]
 
     def start(self, *more: str) -> Outcome:
-        """In this process; fairseq's are forks, but where a test has put something before its import."""
+        """In this process; fairseq's are forks."""
         with pytest.MonkeyPatch.context() as monkeypatch:
-            if not any(Path(entry, "sitecustomize.py").exists() for entry in os.getenv("PYTHONPATH", "").split(":")):
-                monkeypatch.setattr(fairseq_process, "subprocess", FORKING)
+            monkeypatch.setattr(fairseq_process, "subprocess", FORKING)
             return execute(compose(self.overrides(*more)), self.overrides(*more))
 
     def run_dir(self, *more: str) -> RunDir:

@@ -7,12 +7,18 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["fairseq_cli.train", "sacrebleu.metrics"])
+
+
+def start_server() -> None:
+    """Starts the process that is forked: once, while the environment is still as it was."""
+    forkserver.ensure_running()
 
 
 def _run(
@@ -27,7 +33,10 @@ def _run(
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    sys.path[:0] = paths = environment["PYTHONPATH"].split(os.pathsep)
+    for path in paths:  # as a Python that begins does
+        if os.path.isfile(os.path.join(path, "sitecustomize.py")):
+            runpy.run_path(os.path.join(path, "sitecustomize.py"))
     sys.argv = [module, *words]
     warnings.simplefilter("ignore")
     runpy.run_module(module, run_name="__main__", alter_sys=True)
