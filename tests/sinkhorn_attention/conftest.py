@@ -27,8 +27,9 @@ TRITON = pytest.param(
     ],
 )
 #: The ways through the portable engine: whole maps in chunks of heads, blocks of rows of a kept map, blocks that are
-#: made again, the log domain with a map and by blocks, and the path of devices that cannot be asked.
-PORTABLE = ("whole", "kept", "recomputed", "log domain", "log domain by blocks", "device")
+#: made again, the log domain with a map and by blocks, and the path of devices where looking at data is to wait, as it
+#: is and while a CUDA graph is captured.
+PORTABLE = ("whole", "kept", "recomputed", "log domain", "log domain by blocks", "device", "captured")
 #: Those through the native engine: as it is, in blocks of 6 rows and 16 columns, with K made again for each pass, with
 #: threads that share the heads which are left over, and with threads that share every head. Its log domain is the
 #: portable engine's.
@@ -62,8 +63,10 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> E
         monkeypatch.setattr(domains, "BOUNDED_LOG2", -1.0)
         for dtype in domains.TRUSTED_LOG2:
             monkeypatch.setitem(domains.TRUSTED_LOG2, dtype, -math.inf)
-    if name == "device":
-        monkeypatch.setattr(portable, "in_log_domain_throughout", lambda device: True)
+    if name in ("device", "captured"):
+        monkeypatch.setattr(domains, "is_asynchronous", lambda device: True)
+    if name == "captured":
+        monkeypatch.setattr(domains, "is_captured", lambda device: True)
         monkeypatch.setattr(torch.Tensor, "nonzero", None)  # what would synchronise
     if name.startswith("native ") and name != "native threads":
         monkeypatch.setattr(native, "BLOCK_ROWS", 6)

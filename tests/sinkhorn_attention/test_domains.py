@@ -235,7 +235,7 @@ def test_no_head_is_cut_off_from_its_chunk(monkeypatch) -> None:
 @pytest.mark.parametrize("gradient", ["unrolled", "detached"])
 @pytest.mark.parametrize("n_iters", [1, 2, 3, 5])
 @pytest.mark.parametrize("std", [1, 80])
-@pytest.mark.parametrize("engine", ["whole", "log domain", "device"], indirect=True)
+@pytest.mark.parametrize("engine", ["whole", "log domain", "device", "captured"], indirect=True)
 def test_coupling_of_given_scores(engine, random_mask, std: float, n_iters: int, gradient: str) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(2, 3, 6, 9, generator=generator, dtype=torch.float64) * std
@@ -281,7 +281,7 @@ def without_column_steps(n_iters: int, row_step, column_step, columns):
 @pytest.mark.parametrize("n_iters", [2, 3])
 @pytest.mark.parametrize("domain", [exponential, log_domain])
 def test_the_column_step_matters(make_problem, matches_reference, monkeypatch, domain, n_iters: int) -> None:
-    monkeypatch.setattr(portable, "in_log_domain_throughout", lambda device: domain is log_domain)
+    monkeypatch.setattr(domains, "is_captured", lambda device: domain is log_domain)
     matches_reference(make_problem(7, 7, n_iters))
     monkeypatch.setattr(domain, "half_steps", without_column_steps)
     if domain is log_domain and n_iters == 2:
@@ -292,7 +292,7 @@ def test_the_column_step_matters(make_problem, matches_reference, monkeypatch, d
 
 @pytest.mark.parametrize("domain", [exponential_backward, log_domain])
 def test_the_reverse_half_steps_matter(make_problem, matches_reference, monkeypatch, domain) -> None:
-    monkeypatch.setattr(portable, "in_log_domain_throughout", lambda device: domain is log_domain)
+    monkeypatch.setattr(domains, "is_captured", lambda device: domain is log_domain)
 
     def forgets(steps, n_iters: int, detached: bool, *weights: Tensor) -> None:
         half_steps.reverse_half_steps(steps, n_iters, True, *weights)

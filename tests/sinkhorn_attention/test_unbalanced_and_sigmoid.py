@@ -243,7 +243,7 @@ def test_works_under_gradient_checkpointing(normalizer) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-PORTABLE = "whole", "kept", "recomputed", "log domain", "log domain by blocks", "device"
+PORTABLE = "whole", "kept", "recomputed", "log domain", "log domain by blocks", "device", "captured"
 
 
 @pytest.mark.parametrize("engine", [*PORTABLE, "native blocks", "native threads"], indirect=True)

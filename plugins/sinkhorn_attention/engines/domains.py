@@ -1,5 +1,9 @@
 """Where a head is computed: with its exponentials as they are, with maxima subtracted, or in the log domain.
 
+On the CPU the data say it. On other devices looking at data waits for the device: there every head is SHIFTED, by the
+softmax of its rows in place of maxima (exponential.py), and one look at the scalings tells which of them go on to the
+log domain; none may be taken while a CUDA graph is captured.
+
 BOUNDED. If |C| log2(e) <= `BOUNDED_LOG2` is known from norms, no intermediate can leave float32's range at any T: the
     map is positive, so that its scalings stay within 2^(+-2 bound), and no entry of a coupling is below
     2^(-4 bound) / m. Damping changes nothing of it: one pair of half-steps on log v keeps order and takes a constant s
@@ -27,6 +31,21 @@ TRUSTED_LOG2 = {torch.float32: 84.0, torch.float64: 900.0}
 #: Runs of heads of one domain that a chunk may be cut into; see `merge_domains`.
 MAX_PIECES = 3
 BOUNDED, SHIFTED, LOG_DOMAIN = 0, 1, 2
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether a device works behind the program, so that looking at its data waits for it: all but the CPU."""
+    return device.type != "cpu"
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which data cannot be looked at."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def log_domain_dtype(heads: Heads) -> torch.dtype:
+    """Of the heads that are computed again: float64, which not all devices have, on the CPU."""
+    return heads.dtype if is_asynchronous(heads.device) else torch.float64
 
 
 def bounded_heads(heads: Heads, padding: bool = False) -> Tensor:

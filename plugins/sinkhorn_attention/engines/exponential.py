@@ -15,6 +15,9 @@ with one column of A and B for each half-step, found by going through the half-s
 Masks live in the scaling vectors alone: 0 at what is masked, whatever the map holds there. Potentials that are
 subtracted from the scores are two more columns of the factors of their product, (log2(e) scale q, -r, 1) (k, 1, -c)^T.
 With a shift c of the columns a damped step is v = 2^((1 - lambda) c) (ratio / (K^T u))^lambda, from v = 2^c on.
+
+Off the CPU, where each pass over the map is a kernel, K is the softmax of the scores' rows, which one kernel makes: the
+map after the first half-step, with r its log-sum-exps and c = 0.
 """
 
 import math
@@ -22,8 +25,9 @@ import math
 import torch
 from torch import Tensor
 
+from . import domains
 from .half_steps import half_steps
-from .heads import LOG2E, Heads, row_spans, target_ratio
+from .heads import ALL_ROWS, LOG2E, Heads, row_spans, target_ratio
 from .scratch import borrow
 
 #: log2 below which an entry of K is exactly 0: subnormal numbers make a product up to 200 times slower.
@@ -52,6 +56,9 @@ class ExponentialMap:
         self.count, self.n, self.m = scratch.shape[0], heads.n, heads.m
         self.spans = row_spans(heads.n, scratch.shape[1])
         self.tiny = torch.finfo(heads.dtype).tiny
+        self.asynchronous = domains.is_asynchronous(heads.device)
+        #: What scores are in: logarithms to the base 2, or natural ones where softmax takes them.
+        self.unit = 1.0 if self.asynchronous else LOG2E
         self.set_scalings(u, v)
         #: What K is multiplied with when it is made, (heads, n, 1) and (heads, 1, m).
         self.multiplied: tuple[Tensor, Tensor] | None = None
@@ -59,7 +66,7 @@ class ExponentialMap:
         self.wide = heads.value is not None and min(heads.n, heads.m) > 2 * heads.value.shape[2]
         if heads.scores is None:
             self.query, self.key = heads.queries(group), heads.keys(group)
-            self.factors, self.alpha = (self.query, self.key), heads.scale * LOG2E
+            self.factors, self.alpha = (self.query, self.key), heads.scale * self.unit
         #: Where the result goes in the last pass.
         self.output: Tensor | None = None
         self.row_target: Tensor | None = None
@@ -95,17 +102,17 @@ class ExponentialMap:
             self.multiplied, self.filled = (u.unsqueeze(2), v.unsqueeze(1)), False
 
     def log_scores(self, rows: slice) -> Tensor:
-        """Log2 scores of a block plus the potentials, in scratch memory; padding is not hidden."""
+        """Scores of a block, in `unit`, plus the potentials, in scratch memory; padding is not hidden."""
         size = (rows.stop or self.n) - (rows.start or 0)
         block = self.scratch[:, :size]
         if size < self.scratch.shape[1]:  # contiguous, as products want it
             block = self.scratch.flatten()[: self.count * size * self.m].view(self.count, size, self.m)
         if self.heads.scores is not None:
-            return block.copy_(self.heads.scores[self.group][:, rows]).mul_(LOG2E)
+            return block.copy_(self.heads.scores[self.group][:, rows]).mul_(self.unit)
         left, right = self.factors
         torch.baddbmm(block, left[:, rows], right.transpose(1, 2), beta=0, alpha=self.alpha, out=block)
         bias = self.heads.bias(self.group, rows)
-        return block if bias is None else block.add_(bias, alpha=LOG2E)
+        return block if bias is None else block.add_(bias, alpha=self.unit)
 
     def block(self, rows: slice) -> Tensor:
         """A block of K, (heads, rows, m)."""
@@ -148,21 +155,60 @@ class ExponentialMap:
         self.column_target, self.may_be_empty = columns_valid * self.ratio, True
         return column_max
 
+    def normalise_rows(self) -> Tensor | None:
+        """Makes K, whole, by softmax; gives which columns have a support, (heads, 1, m), None if all have."""
+        heads, queries, keys = self.heads, self.heads.query_mask, self.heads.key_mask
+        # What came as scores is the result's memory, which a kernel should not read and write at once.
+        scores = None if heads.scores is None else heads.scores[self.group].to(heads.dtype, copy=True)
+        block = self.log_scores(ALL_ROWS) if scores is None else scores
+        rows = None if queries is None else queries[self.group].unsqueeze(2)
+        columns = None if keys is None else keys[self.group].unsqueeze(1)
+        if scores is not None or heads.attn_bias is not None:  # -inf may be anywhere
+            heads.mask_scores_(block, self.group)
+            rows, columns = block.amax(2, keepdim=True) != -math.inf, block.amax(1, keepdim=True) != -math.inf
+            block.masked_fill_(~rows, 0.0)
+        elif columns is not None:
+            block.masked_fill_(~columns & columns.any(2, keepdim=True), -math.inf)
+        self.kept = (
+            torch.softmax(block, 2)
+            if self.kept is self.scratch and scores is None
+            else torch.softmax(block, 2, out=self.kept)
+        )
+        self.filled, self.may_be_empty = True, rows is not None or columns is not None
+        # A number may stay on the CPU.
+        self.row_target, self.ratio = None, torch.tensor(heads.n / heads.m, dtype=heads.dtype)
+        self.column_target = None if heads.n == heads.m else self.ratio
+        if self.may_be_empty:
+            full = block.new_ones(1, 1, 1, dtype=torch.bool)
+            rows = (full if rows is None else rows).expand(-1, heads.n, 1)
+            columns = (full if columns is None else columns).expand(-1, 1, heads.m)
+            counts = rows.sum(1, keepdim=True), columns.sum(2, keepdim=True)
+            alive = (counts[0] > 0) & (counts[1] > 0)
+            self.ratio = target_ratio(*counts, heads.dtype)
+            self.row_target, columns = (rows & alive).mT.to(heads.dtype), columns & alive
+            self.column_target = columns * self.ratio
+        return columns
+
+    def prepare(self) -> Tensor:
+        """Prepares targets, and K where something is subtracted; gives v[0], broadcastable to (heads, 1, m)."""
+        mask, self.damped_factor = self.heads.key_mask, self.v[0].unsqueeze(1)  # 1, and 0 at what is masked
+        one = self.scratch.new_ones(())
+        if self.asynchronous:
+            columns = self.normalise_rows()
+            return one if columns is None else columns
+        if not self.shifted:
+            self.row_target, self.column_target, self.ratio, self.may_be_empty = self.heads.targets(self.group)
+            return one if mask is None else mask[self.group].unsqueeze(1)
+        shift = self.subtract_maxima()
+        if self.inverse_sums is not None:  # a column without support has -inf, which times 0 would be NaN
+            lowest = torch.finfo(shift.dtype).min
+            self.damped_factor = shift.clamp(min=lowest).mul_(1.0 - self.heads.problem.damping).exp2_()
+        return shift.exp2_()  # the first row step is then that of the scores themselves
+
     def begin(self) -> Tensor:
-        """Prepares targets and K, fills v[0], and gives it, (heads, 1, m)."""
+        """Prepares the first half-step: fills v[0], and gives it, (heads, 1, m)."""
         first = self.v[0].unsqueeze(1)
-        if self.shifted:
-            shift = self.subtract_maxima()
-            torch.exp2(shift, out=first)  # the first row step is then that of the scores themselves
-            if self.inverse_sums is not None:  # a column without support has -inf, which times 0 would be NaN
-                lowest = torch.finfo(shift.dtype).min
-                self.damped_factor = shift.clamp(min=lowest).mul_(1.0 - self.heads.problem.damping).exp2_()
-            return first
-        mask = self.heads.key_mask
-        first.copy_(first.new_ones(()) if mask is None else mask[self.group].unsqueeze(1))
-        self.row_target, self.column_target, self.ratio, self.may_be_empty = self.heads.targets(self.group)
-        self.damped_factor = first  # 1, and 0 at what is masked
-        return first
+        return first.copy_(self.prepare())
 
     # -------------------------------------------------------------------------------------------------- half-steps
 
@@ -274,6 +320,6 @@ def exponential_forward(
         ExponentialMap(heads, group, shifted, out, out, *scalings).run(out)
         return
     whole = (count, heads.n, heads.m) if keep and block_rows < heads.n else (0,)
-    with borrow((count, block_rows, heads.m), whole, dtype=heads.dtype) as (scratch, all_rows):
+    with borrow((count, block_rows, heads.m), whole, dtype=heads.dtype, device=heads.device) as (scratch, all_rows):
         kept = None if not keep else scratch if block_rows == heads.n else all_rows
         ExponentialMap(heads, group, shifted, scratch, kept, *scalings).run(out)

@@ -6,6 +6,7 @@ See exponential.py for the formula.
 import torch
 from torch import Tensor
 
+from . import domains
 from .exponential import ExponentialMap
 from .half_steps import reverse_half_steps
 from .heads import Gradients, Heads
@@ -28,9 +29,10 @@ def exponential_backward(
     """Backward of some heads of one domain, from all heads' scalings and (output, dL/d output)."""
     count, n, m = group.stop - group.start, heads.n, heads.m
     # A map that is used transposed gets a row stride that is no multiple of 64 * 2^k bytes: up to 1.4 times faster.
-    padded = m + 8 if m % 16 == 0 else m
+    padded = m + 8 if m % 16 == 0 and not domains.is_asynchronous(heads.device) else m
     shape = count, block_rows, m
-    with borrow(shape, (0,) if keep else shape, (count, n, padded) if keep else (0,), dtype=heads.dtype) as buffers:
+    shapes = shape, (0,) if keep else shape, (count, n, padded) if keep else (0,)
+    with borrow(*shapes, dtype=heads.dtype, device=heads.device) as buffers:
         work, again, whole = buffers
         # Where K is kept, a block's scores are no longer needed when its gradient is made.
         scratch, kept = (work, whole[..., :m]) if keep else (again, None)
@@ -56,7 +58,7 @@ class _Backward:
             self.d_output = heads.hide_queries(self.d_output, group)
             self.left, self.right = self.d_output, self.value
         if map_.shifted:
-            map_.begin()
+            map_.prepare()
             if heads.value is not None:
                 self.left, self.right = self.left * u[-1].unsqueeze(2), self.right * v[-1].unsqueeze(2)
             return
@@ -138,5 +140,5 @@ class _Backward:
 
 def _dot(first: Tensor, second: Tensor) -> Tensor:
     """Scalar products of tokens (heads, length, d), as (heads, 1, length)."""
-    with borrow(tuple(first.shape), dtype=first.dtype) as (product,):
+    with borrow(tuple(first.shape), dtype=first.dtype, device=first.device) as (product,):
         return torch.mul(first, second, out=product).sum(2).unsqueeze(1)

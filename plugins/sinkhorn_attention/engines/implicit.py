@@ -24,13 +24,13 @@ they are near their targets: on the CPU a backward pass further off than `CONVER
 import torch
 from torch import Tensor
 
+from . import domains
 from .domains import trusted_heads
 from .exponential import ExponentialMap
 from .half_steps import half_steps
 from .heads import Heads
 from .log_domain import log_domain_forward
 from .operator import Operator, Results, State, attend_by, without_autocast
-from .portable import in_log_domain_throughout
 from .problem import Problem
 
 #: Largest deviation of a row or column sum, relative to its target, at which the derivative is still given.
@@ -72,11 +72,12 @@ class Implicit:
         coupling = result.view(heads.count, heads.n, heads.m)
         everything = slice(0, heads.count)
         with without_autocast(problem.like):
-            if in_log_domain_throughout(heads.device):
+            if domains.is_captured(heads.device):
                 coupling.copy_(log_domain_forward(heads, everything, heads.dtype, heads.n))
                 return result, *self.state(problem)
             for head in _in_exponential_domain(heads, coupling).split(1):
-                coupling[head] = log_domain_forward(heads, head, torch.float64, heads.n).to(heads.dtype)
+                dtype = domains.log_domain_dtype(heads)
+                coupling[head] = log_domain_forward(heads, head, dtype, heads.n).to(heads.dtype)
         return result, *self.state(problem)
 
     def backward(self, problem: Problem, results: tuple[Tensor, Tensor], state: State, bias_gradient: bool) -> Results:

@@ -116,8 +116,8 @@ class Native(Portable):
 
     def library(self, problem: Problem) -> ctypes.CDLL | None:
         """The library if it computes this problem; otherwise the portable engine does."""
-        asks = not portable.in_log_domain_throughout(problem.like.device)
-        suitable = asks and problem.scores is None and len(problem.lead) <= MAX_LEAD
+        on_cpu = not domains.is_asynchronous(problem.like.device)
+        suitable = on_cpu and problem.scores is None and len(problem.lead) <= MAX_LEAD
         return LIBRARY.load() if suitable else None
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:

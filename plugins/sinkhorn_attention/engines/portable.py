@@ -1,11 +1,13 @@
 """The portable engine: torch's own operations, on any device, in memory that does not depend on the half-steps.
 
-1. On the CPU, which domain each head is in is known from norms (domains.py): exponentials as they are, or shifted.
+1. Which domain each head is in is known from norms (domains.py): exponentials as they are, or shifted. Off the CPU all
+   are shifted.
 2. Chunks of heads of one domain run the half-steps on scaling vectors (exponential.py): as many heads as the cache
    holds the maps of, or one head in blocks of rows of a map that is kept, or made again above `RECOMPUTE_BYTES`.
-3. Heads whose scalings left the trusted range are computed again in the log domain, in float64 (log_domain.py).
-4. Off the CPU a decision by the data would wait for the device: there the log domain is used throughout.
-5. Backward does the same from the scalings that forward has saved.
+3. Heads whose scalings left the trusted range are computed again in the log domain (log_domain.py): one look at the
+   data for each call, for which a program waits off the CPU. Where that cannot be (a CUDA graph that is captured), and
+   where maps are made again for each pass off the CPU, the log domain is used throughout.
+4. Backward does the same from the scalings that forward has saved.
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import domains
 from .domains import BOUNDED, LOG_DOMAIN, SHIFTED, bounded_heads, merge_domains, padding_may_stay, runs, trusted_heads
 from .exponential import exponential_forward
 from .exponential_backward import exponential_backward
@@ -41,11 +44,6 @@ KEPT_N_ITERS = 3
 BLOCK_BYTES = 2 << 20
 
 
-def in_log_domain_throughout(device: torch.device) -> bool:
-    """Whether all heads are computed in the log domain: where asking the data would wait for the device."""
-    return device.type != "cpu"
-
-
 @dataclass(frozen=True)
 class Passes:
     """How maps of a size are passed: heads of a chunk, rows of a block, and whether K is kept between passes."""
@@ -60,11 +58,12 @@ def choose_passes(heads: Heads, recompute: bool, times: int = 1) -> Passes:
     threads, size = torch.get_num_threads(), heads.n * heads.m * heads.dtype.itemsize
     if recompute and heads.scores is None:
         return Passes(threads, block_rows(heads, min(threads, heads.count), heads.dtype), False)
-    limit = times * CHUNK_BYTES * threads if heads.device.type == "cpu" else DEVICE_CHUNK_BYTES
-    chunk = limit // size
+    if domains.is_asynchronous(heads.device):
+        return Passes(max(1, DEVICE_CHUNK_BYTES // size), heads.n, True)
+    chunk = times * CHUNK_BYTES * threads // size
     # A multiple of the number of threads, so that none waits.
     chunk = chunk // threads * threads if chunk > threads else max(1, chunk)
-    if size <= LARGE_MAP_BYTES or heads.scores is not None or heads.device.type != "cpu":
+    if size <= LARGE_MAP_BYTES or heads.scores is not None:
         return Passes(chunk, heads.n, True)
     keep = size <= RECOMPUTE_BYTES and heads.n_iters >= KEPT_N_ITERS
     return Passes(chunk, block_rows(heads, min(chunk, heads.count), heads.dtype), keep)
@@ -99,17 +98,19 @@ class Portable:
     def state(self, problem: Problem) -> State:
         """What forward saves beside its output: row scalings, column scalings, and the domain of each head.
 
-        Shapes (ceil(T/2), heads, n), (T//2 + 1, heads, m) and (heads,); off the CPU the scalings are empty. Of damped
-        steps the inverse column sums that each scaling is made of stand between the scalings, because they cannot be
-        had from these where lambda is small.
+        Shapes (ceil(T/2), heads, n), (T//2 + 1, heads, m) and (heads,). Of damped steps the inverse column sums that
+        each scaling is made of stand between the scalings, because they cannot be had from these where lambda is small.
         """
         like, heads = problem.like, problem.heads
-        throughout = in_log_domain_throughout(like.device)
         n_columns = problem.n_iters // 2 + 1 if problem.damping == 1.0 else 2 * (problem.n_iters // 2) + 1
-        rows = like.new_empty(0 if throughout else (problem.n_iters + 1) // 2, heads, problem.n, dtype=problem.dtype)
-        columns = like.new_empty(0 if throughout else n_columns, heads, problem.m, dtype=problem.dtype)
-        domain = LOG_DOMAIN if throughout else BOUNDED
+        rows = like.new_empty((problem.n_iters + 1) // 2, heads, problem.n, dtype=problem.dtype)
+        columns = like.new_empty(n_columns, heads, problem.m, dtype=problem.dtype)
+        domain = SHIFTED if domains.is_asynchronous(like.device) else BOUNDED
         return rows, columns, torch.full((heads,), domain, dtype=torch.uint8, device=like.device)
+
+    def in_log_domain_throughout(self, device: torch.device) -> bool:
+        """Whether all heads are computed in the log domain without a look at the data."""
+        return domains.is_captured(device) or (self.recompute and domains.is_asynchronous(device))
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The output, contiguous and in float32 at least, and the `state`."""
@@ -119,18 +120,23 @@ class Portable:
         u, v, domain = self.state(problem)
         passes = choose_passes(heads, self.recompute)
         with torch.autocast(like.device.type, enabled=False), hold():
-            if in_log_domain_throughout(like.device):
+            if self.in_log_domain_throughout(like.device):
                 for group, _ in runs([LOG_DOMAIN] * heads.count, passes.heads):
                     output[group] = log_domain_forward(heads, group, heads.dtype, passes.rows)
                 return result, u, v, domain
-            domain.copy_(~bounded_heads(heads))
-            merge_domains(domain, passes.heads)
-            _keep_padding(heads, heads.value)
-            for group, of_group in runs(domain.tolist(), passes.heads):
+            if not domains.is_asynchronous(like.device):
+                domain.copy_(~bounded_heads(heads))
+                merge_domains(domain, passes.heads)
+                _keep_padding(heads, heads.value)
+            for group, of_group in self._groups(heads, domain, passes):
                 shifted = of_group == SHIFTED
                 exponential_forward(heads, group, shifted, (u, v), output, passes.rows, passes.keep)
                 if shifted:
-                    domain[group].masked_fill_(~trusted_heads(u[:, group], v[:, group]), LOG_DOMAIN)
+                    untrusted = ~trusted_heads(u[:, group], v[:, group])
+                    domain[group].masked_fill_(untrusted, LOG_DOMAIN)
+                    if domains.is_asynchronous(like.device):  # backward leaves no head out: 0 takes it out of its sums
+                        u[:, group].masked_fill_(untrusted.unsqueeze(1), 0.0)
+                        v[:, group].masked_fill_(untrusted.unsqueeze(1), 0.0)
             self._log_domain_forward(heads, domain, output)
         return result, u, v, domain
 
@@ -142,31 +148,37 @@ class Portable:
         both = results[0].view(heads.count, heads.n, -1) if heads.value is not None else d_output, d_output
         passes = choose_passes(heads, self.recompute, BACKWARD_CHUNKS)
         with torch.autocast(heads.device.type, enabled=False), hold():
-            if in_log_domain_throughout(heads.device):
+            if self.in_log_domain_throughout(heads.device):
                 for group, _ in runs([LOG_DOMAIN] * heads.count, passes.heads):
                     log_domain_backward(heads, group, d_output, gradients, heads.dtype, passes.rows)
                 return gradients.result()
-            _keep_padding(heads, heads.value, d_output)
-            for group, of_group in runs(domain.tolist(), passes.heads):
+            if not domains.is_asynchronous(heads.device):
+                _keep_padding(heads, heads.value, d_output)
+            for group, of_group in self._groups(heads, domain, passes):
                 if of_group != LOG_DOMAIN:
                     shifted = of_group == SHIFTED
                     exponential_backward(heads, group, shifted, (u, v), both, gradients, passes.rows, passes.keep)
             self._log_domain_backward(heads, domain, d_output, gradients)
         return gradients.result()
 
+    def _groups(self, heads: Heads, domain: Tensor, passes: Passes) -> list[tuple[slice, int]]:
+        """The chunks of heads of one domain."""
+        asks = not domains.is_asynchronous(heads.device)
+        return runs(domain.tolist() if asks else [SHIFTED] * heads.count, passes.heads)
+
     def _log_domain_forward(self, heads: Heads, domain: Tensor, output: Tensor) -> None:
         """Fills the output (heads, n, d_v or m) of the heads of the log domain."""
         with torch.autocast(heads.device.type, enabled=False):
             for some in self._log_domain_groups(heads, domain):
                 rows = self._log_domain_rows(heads, some)
-                output[some] = log_domain_forward(heads, some, torch.float64, rows).to(heads.dtype)
+                output[some] = log_domain_forward(heads, some, domains.log_domain_dtype(heads), rows).to(heads.dtype)
 
     def _log_domain_backward(self, heads: Heads, domain: Tensor, d_output: Tensor, gradients: Gradients) -> None:
         """Fills the gradients of these heads."""
         with torch.autocast(heads.device.type, enabled=False):
             for some in self._log_domain_groups(heads, domain):
                 rows = self._log_domain_rows(heads, some)
-                log_domain_backward(heads, some, d_output, gradients, torch.float64, rows)
+                log_domain_backward(heads, some, d_output, gradients, domains.log_domain_dtype(heads), rows)
 
     def _log_domain_groups(self, heads: Heads, domain: Tensor) -> list[Tensor]:
         """The heads of the log domain, in groups whose float64 scratch stays bounded."""

@@ -26,18 +26,21 @@ _lock = threading.Lock()
 
 
 class borrow:
-    """Context of uninitialised tensors of the given shapes, to be used inside the block only."""
+    """Context of uninitialised tensors of the given shapes, to be used inside the block only.
 
-    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shapes, self.dtype = shapes, dtype
+    Off the CPU they are torch's own: its allocator there keeps what was used before.
+    """
+
+    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.shapes, self.dtype, self.device = shapes, dtype, torch.device(device)
         self.buffers: list[Tensor] = []
 
     def __enter__(self) -> list[Tensor]:
         tensors = []
         for shape in self.shapes:
             size = math.prod(shape)
-            if size * self.dtype.itemsize < MIN_BYTES:
-                tensors.append(torch.empty(shape, dtype=self.dtype))
+            if size * self.dtype.itemsize < MIN_BYTES or self.device.type != "cpu":
+                tensors.append(torch.empty(shape, dtype=self.dtype, device=self.device))
                 continue
             self.buffers.append(_take(size, self.dtype))
             tensors.append(self.buffers[-1][:size].view(shape))
