@@ -11,13 +11,13 @@ from rich.console import Console
 
 from ..command import finish
 from ..errors import RunError
-from . import attention
+from . import attention, counts
 from .cases import CASES, QUICK_CASES, Case
 from .results import Row, draw, exponents, plain_table, rows_of, write_csv
 from .steps import MODELS, VARIANTS
 from .worker import in_new_process
 
-TABLES = ("attention", "growth", "libraries", "comparators", "steps", "oversubscribed")
+TABLES = ("attention", "growth", "libraries", "comparators", "steps", "oversubscribed", "counts")
 COMPARATORS = ("softmax", "sinkhorn", "unbalanced_sinkhorn", "l2", "sinkhorn_l2", "sigmoid", "esp", "lot")
 
 
@@ -37,14 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             if name not in TABLES:
                 raise RunError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
-        if options.device == "cuda" and set(names) - {"attention", "growth", "comparators"}:
-            raise RunError("on CUDA there are attention, growth and comparators; name them")
-        rows = [row for name in names for row in RUNS[name](options, console)]
+        if options.device == "cuda" and set(names) - {"attention", "growth", "comparators", "counts"}:
+            raise RunError("on CUDA there are attention, growth, comparators and counts; name them")
+        if "counts" in names:
+            counts.run(options, console)
+        timed_names = [name for name in names if name != "counts"]
+        rows = [row for name in timed_names for row in RUNS[name](options, console)]
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     folder = options.output / options.device
-    for name in names:
+    for name in timed_names:
         write_csv([row for row in rows if row.table.startswith(name)], folder / f"{name}.csv")
     if {"attention", "growth"} & set(names):
         draw(rows, folder / "benchmarks.png", attention.machine(options.device))

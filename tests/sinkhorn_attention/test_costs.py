@@ -93,11 +93,11 @@ def peak_of_scratch():
     borrowed, peak, honest = [0], [0], scratch.borrow
 
     @contextmanager
-    def counting(*shapes, dtype):
+    def counting(*shapes, dtype, device):
         size = sum(torch.Size(shape).numel() for shape in shapes)
         borrowed[0] += size
         peak[0] = max(peak[0], borrowed[0])
-        with honest(*shapes, dtype=dtype) as tensors:
+        with honest(*shapes, dtype=dtype, device=device) as tensors:
             yield tensors
         borrowed[0] -= size
 

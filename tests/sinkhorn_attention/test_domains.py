@@ -308,7 +308,7 @@ def test_the_damping_matters(make_problem, matches_definition, monkeypatch, side
     monkeypatch.setattr(LIBRARY, "load", lambda: None)
     normalizer = get_normalizer("unbalanced_sinkhorn", n_iters=3)
     matches_definition(normalizer, make_problem(7, 7, std=std))
-    honest = getattr(exponential.ExponentialMap, "through_column_step" if side == "gradient" else "column_step")
+    honest = getattr(exponential.ExponentialMap, "prepare_reverse" if side == "gradient" else "column_step")
 
     def undamped(self, *arguments):
         damping, self.heads.problem = self.heads.problem, Problem(self.heads.problem.query, damping=1.0)

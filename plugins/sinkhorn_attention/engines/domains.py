@@ -90,8 +90,7 @@ def padding_may_stay(heads: Heads, *factors: Tensor) -> bool:
 
 def trusted_heads(u: Tensor, v: Tensor) -> Tensor:
     """Which heads' scalings u (half-steps, heads, n) and v stayed in the trusted range; NaN never does."""
-    product = u.amax((0, 2)).log2() + v.amax((0, 2)).log2()
-    return product <= TRUSTED_LOG2[u.dtype]
+    return u.amax((0, 2)) * v.amax((0, 2)) <= 2.0 ** TRUSTED_LOG2[u.dtype]
 
 
 def merge_domains(domain: Tensor, size: int) -> None:

@@ -189,16 +189,14 @@ class ExponentialMap:
             self.column_target = columns * self.ratio
         return columns
 
-    def prepare(self) -> Tensor:
-        """Prepares targets, and K where something is subtracted; gives v[0], broadcastable to (heads, 1, m)."""
+    def prepare(self) -> Tensor | None:
+        """Prepares targets, and K where something is subtracted; gives v[0], (heads, 1, m), None for ones."""
         mask, self.damped_factor = self.heads.key_mask, self.v[0].unsqueeze(1)  # 1, and 0 at what is masked
-        one = self.scratch.new_ones(())
         if self.asynchronous:
-            columns = self.normalise_rows()
-            return one if columns is None else columns
+            return self.normalise_rows()
         if not self.shifted:
             self.row_target, self.column_target, self.ratio, self.may_be_empty = self.heads.targets(self.group)
-            return one if mask is None else mask[self.group].unsqueeze(1)
+            return None if mask is None else mask[self.group].unsqueeze(1)
         shift = self.subtract_maxima()
         if self.inverse_sums is not None:  # a column without support has -inf, which times 0 would be NaN
             lowest = torch.finfo(shift.dtype).min
@@ -207,8 +205,8 @@ class ExponentialMap:
 
     def begin(self) -> Tensor:
         """Prepares the first half-step: fills v[0], and gives it, (heads, 1, m)."""
-        first = self.v[0].unsqueeze(1)
-        return first.copy_(self.prepare())
+        first, start = self.v[0].unsqueeze(1), self.prepare()
+        return first.fill_(1.0) if start is None else first.copy_(start)
 
     # -------------------------------------------------------------------------------------------------- half-steps
 
@@ -261,8 +259,10 @@ class ExponentialMap:
             return
         if rows.start == 0:
             self.scaled_value = self.heads.values(self.group) * column.transpose(1, 2)
-        dropout = self.heads.dropout(self.group, rows)
-        torch.bmm(block if dropout is None else block.mul_(dropout), self.scaled_value, out=part).mul_(row)
+            if self.heads.keep is not None:
+                self.scaled_value.mul_(self.heads.keep_factor)
+        kept = self.heads.kept(self.group, rows)
+        torch.bmm(block if kept is None else block.mul_(kept), self.scaled_value, out=part).mul_(row)
 
     def run(self, output: Tensor | None = None) -> None:
         """Runs the half-steps and fills the output (heads, n, d_v), or (heads, n, m) where there are no values."""
@@ -274,10 +274,19 @@ class ExponentialMap:
 
     # --------------------------------------------------------------------------------------------------- in reverse
 
+    def prepare_reverse(self) -> None:
+        """What weights are multiplied with, of all half-steps at once: a kernel each would cost as much."""
+        self.row_factors = -self.u
+        if self.inverse_sums is None:
+            ratio = self.ratio if self.ratio.dim() == 0 else self.ratio.squeeze(2)
+            self.column_factors = self.v[1:] / -ratio
+        else:
+            self.column_factors = self.inverse_sums * -self.heads.problem.damping
+
     def through_row_step(self, step: int, row_weights: Tensor, last: bool) -> Tensor | None:
         """As `Reversible`, with weights (heads, 1, length)."""
-        row, column = self.u[step // 2].unsqueeze(1), self.v[step // 2].unsqueeze(1)
-        weight = (row_weights * row).neg_()
+        i, column = step // 2, self.v[step // 2].unsqueeze(1)
+        weight = row_weights * self.row_factors[i].unsqueeze(1)
         self.left.append(weight)
         self.right.append(column)
         if last:
@@ -290,24 +299,22 @@ class ExponentialMap:
         return passed.mul_(column)
 
     def through_column_step(self, step: int, column_weights: Tensor, row_weights: Tensor | None) -> Tensor:
-        """As `Reversible`; where another row step follows, K^T times its weight is had in the same pass."""
-        i, row, after = step // 2, self.u[step // 2].unsqueeze(1), self.v[step // 2 + 1].unsqueeze(1)
-        if self.inverse_sums is None:
-            weight = (column_weights * after).div_(-self.ratio)
-        else:
-            weight = (column_weights * self.inverse_sums[i].unsqueeze(1)).mul_(-self.heads.problem.damping)
+        """As `Reversible`; of several blocks K^T times the weight of the row step that follows is had in this pass."""
+        i, row = step // 2, self.u[step // 2].unsqueeze(1)
+        weight = column_weights * self.column_factors[i].unsqueeze(1)
         self.left.append(row)
         self.right.append(weight)
-        passed = torch.empty_like(row, memory_format=torch.contiguous_format)
+        parts = []
         for rows in self.spans:
             block = self.block(rows)
             part = torch.bmm(weight, block.transpose(1, 2)).mul_(row[..., rows])
             if row_weights is not None:
                 part.add_(row_weights[..., rows])
-            passed[..., rows] = part
-            if step > 1:
-                self.add_to_column_sums(part.mul_(row[..., rows]).neg_(), block, torch.empty_like(weight))
-        return passed
+            parts.append(part)
+            if len(self.spans) > 1 and step > 1:
+                following = part * self.row_factors[i][:, rows].unsqueeze(1)
+                self.add_to_column_sums(following, block, torch.empty_like(weight))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def exponential_forward(

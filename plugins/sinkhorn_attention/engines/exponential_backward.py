@@ -83,9 +83,10 @@ class _Backward:
             if self.map.shifted:
                 gradient.mul_(self.map.u[-1][:, rows].unsqueeze(2)).mul_(self.map.v[-1].unsqueeze(1))
             return gradient
-        product = torch.bmm(self.left[:, rows], self.right.transpose(1, 2), out=self.buffer(rows))
-        dropout = self.heads.dropout(self.map.group, rows)
-        return product if dropout is None else product.mul_(dropout)
+        product, factor = self.buffer(rows), self.heads.keep_factor
+        torch.baddbmm(product, self.left[:, rows], self.right.transpose(1, 2), beta=0, alpha=factor, out=product)
+        kept = self.heads.kept(self.map.group, rows)
+        return product if kept is None else product.mul_(kept)
 
     def value_gradient(self, d_value: Tensor) -> bool:
         """Fills dL/dV, and says whether the coupling is peaked."""
@@ -93,24 +94,27 @@ class _Backward:
         for rows in self.map.spans:
             block = self.map.block(rows)
             peaked = peaked or bool(block.amax() > PEAK)
-            dropout = self.heads.dropout(self.map.group, rows)
-            if dropout is not None:
-                block = torch.mul(block, dropout, out=self.buffer(rows))
-            beta = int(rows.start > 0)
-            torch.baddbmm(d_value, block.transpose(1, 2), self.left[:, rows], beta=beta, out=d_value)
+            kept = self.heads.kept(self.map.group, rows)
+            if kept is not None:
+                block = torch.mul(block, kept, out=self.buffer(rows))
+            beta, factor = int(rows.start > 0), self.heads.keep_factor
+            torch.baddbmm(d_value, block.transpose(1, 2), self.left[:, rows], beta=beta, alpha=factor, out=d_value)
         if self.map.shifted:
             d_value.mul_(self.map.v[-1].unsqueeze(2))
         return peaked
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Sums of P * dL/dP over rows (heads, 1, n) and columns (heads, 1, m), from the products themselves."""
-        row_sums, column_sums = torch.empty_like(self.map.u[-1]).unsqueeze(1), torch.zeros_like(self.map.v[-1])
+        row_sums, column_sums = [], None
         for rows in self.map.spans:
-            block = self.map.block(rows)
+            block = self.map.block(rows)  # first: it is made in the memory that the gradient takes then
             weighted = self.coupling_gradient(rows).mul_(block)
-            row_sums[..., rows] = weighted.sum(2).unsqueeze(1)
-            column_sums += weighted.sum(1)
-        return row_sums, column_sums.unsqueeze(1)
+            row_sums.append(weighted.sum(2))
+            total = weighted.sum(1)
+            column_sums = total if column_sums is None else column_sums.add_(total)
+        assert column_sums is not None
+        of_rows = row_sums[0] if len(row_sums) == 1 else torch.cat(row_sums, 1)
+        return of_rows.unsqueeze(1), column_sums.unsqueeze(1)
 
     def fill(self, gradients: Gradients) -> None:
         """Runs the passes and writes the gradients."""
@@ -119,6 +123,7 @@ class _Backward:
         if heads.value is not None:
             peaked = self.value_gradient(parts[2])
         weights = self.sums() if peaked else (_dot(self.d_output, self.output), _dot(self.value, parts[2]))
+        map_.prepare_reverse()
         reverse_half_steps(map_, heads.n_iters, heads.problem.detached, *weights)
         columns = torch.cat(map_.left, 1), torch.cat(map_.right, 1)
         fused = not peaked and heads.keep is None and map_.wide

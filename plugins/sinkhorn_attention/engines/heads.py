@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .problem import Problem, dropout_factor
+from .problem import Problem, dropout_factor, keep_factor
 
 LOG2E = math.log2(math.e)
 #: Some heads: neighbours, or any by their indices.
@@ -30,7 +30,7 @@ class Heads:
         self.problem = problem
         lead, self.n, self.m, self.dtype = problem.lead, problem.n, problem.m, problem.dtype
         self.count, self.device = problem.heads, problem.like.device
-        self.scale, self.n_iters = problem.scale, problem.n_iters
+        self.scale, self.n_iters, self.keep_factor = problem.scale, problem.n_iters, keep_factor(problem.dropout_p)
         self.query_mask, self.key_mask = (
             None if mask is None else mask.expand(*lead, length).reshape(-1, length)
             for mask, length in ((problem.query_mask, self.n), (problem.key_mask, self.m))
@@ -87,6 +87,13 @@ class Heads:
             return None
         bias = self.attn_bias if self.attn_bias.shape[0] == 1 else self.attn_bias[self.bias_head[group]]
         return (bias if bias.shape[1] == 1 else bias[:, rows]).to(dtype or self.dtype)
+
+    def kept(self, group: Group, rows: slice = ALL_ROWS) -> Tensor | None:
+        """Which entries of the coupling of some heads and rows stay, (heads, rows, m); None without dropout.
+
+        Maps are multiplied with it, and with `keep_factor` what is smaller: the values, or the product.
+        """
+        return None if self.keep is None else self.keep[group][:, rows]
 
     def dropout(self, group: Group, rows: slice = ALL_ROWS, dtype: torch.dtype | None = None) -> Tensor | None:
         """What multiplies the coupling of some heads and rows, (heads, rows, m); None without dropout."""

@@ -27,7 +27,7 @@ from .heads import LOG2E, Gradients, Heads
 from .native_library import Library
 from .operator import Results, State, define
 from .portable import Portable
-from .problem import Problem
+from .problem import Problem, keep_factor
 from .scratch import borrow
 
 #: Rows of a block of K whose products are made, 48 at most, and its columns, about: it stays in the second-level cache.
@@ -149,7 +149,7 @@ class Native(Portable):
             domain[shifted[~trusted_heads(u[:, shifted], v[:, shifted])]] = LOG_DOMAIN
         if bool((domain == LOG_DOMAIN).any()):
             heads = Heads(problem)
-            self._log_domain_forward(heads, domain, result.view(heads.count, heads.n, -1))
+            self._log_domain_forward(heads, (u, v, domain), result.view(heads.count, heads.n, -1))
         return result, u, v, domain
 
     def backward_by(
@@ -192,7 +192,7 @@ class Native(Portable):
         call.query_mask, call.key_mask = (operand(mask, dims, is_mask=True) for mask in masks)
         keep = None if problem.dropout_keep is None else _in_rows(problem.dropout_keep)
         call.dropout_keep = operand(keep, dims)
-        call.keep_factor = 0.0 if problem.dropout_p >= 1 else 1 / (1 - problem.dropout_p)
+        call.keep_factor = keep_factor(problem.dropout_p)
         bias, bound = problem.attn_bias, None
         if bias is not None:
             bias = _in_memory(bias)

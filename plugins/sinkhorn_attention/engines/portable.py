@@ -132,12 +132,8 @@ class Portable:
                 shifted = of_group == SHIFTED
                 exponential_forward(heads, group, shifted, (u, v), output, passes.rows, passes.keep)
                 if shifted:
-                    untrusted = ~trusted_heads(u[:, group], v[:, group])
-                    domain[group].masked_fill_(untrusted, LOG_DOMAIN)
-                    if domains.is_asynchronous(like.device):  # backward leaves no head out: 0 takes it out of its sums
-                        u[:, group].masked_fill_(untrusted.unsqueeze(1), 0.0)
-                        v[:, group].masked_fill_(untrusted.unsqueeze(1), 0.0)
-            self._log_domain_forward(heads, domain, output)
+                    domain[group].masked_fill_(~trusted_heads(u[:, group], v[:, group]), LOG_DOMAIN)
+            self._log_domain_forward(heads, (u, v, domain), output)
         return result, u, v, domain
 
     def backward(self, problem: Problem, results: tuple[Tensor, Tensor], state: State, bias_gradient: bool) -> Results:
@@ -166,10 +162,13 @@ class Portable:
         asks = not domains.is_asynchronous(heads.device)
         return runs(domain.tolist() if asks else [SHIFTED] * heads.count, passes.heads)
 
-    def _log_domain_forward(self, heads: Heads, domain: Tensor, output: Tensor) -> None:
+    def _log_domain_forward(self, heads: Heads, state: State, output: Tensor) -> None:
         """Fills the output (heads, n, d_v or m) of the heads of the log domain."""
+        u, v, domain = state
         with torch.autocast(heads.device.type, enabled=False):
             for some in self._log_domain_groups(heads, domain):
+                if domains.is_asynchronous(heads.device):  # backward leaves no head out: 0 takes it out of the sums
+                    u[:, some], v[:, some] = 0.0, 0.0
                 rows = self._log_domain_rows(heads, some)
                 output[some] = log_domain_forward(heads, some, domains.log_domain_dtype(heads), rows).to(heads.dtype)
 

@@ -119,4 +119,9 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 def dropout_factor(keep: Tensor, dropout_p: float, dtype: torch.dtype) -> Tensor:
     """What multiplies the coupling: 1 / (1 - p) where kept, 0 elsewhere."""
-    return keep.to(dtype).mul_(0.0 if dropout_p >= 1 else 1 / (1 - dropout_p))
+    return keep.to(dtype).mul_(keep_factor(dropout_p))
+
+
+def keep_factor(dropout_p: float) -> float:
+    """What the entries that stay are multiplied with; 0 where all are dropped."""
+    return 0.0 if dropout_p >= 1 else 1 / (1 - dropout_p)
