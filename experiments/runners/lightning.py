@@ -126,6 +126,8 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
             use_distributed_sampler=False,
         )
         _check_shares(data, module, trainer)
+    with explained("model", config["model"]):
+        _try_out(module, data, trainer)
     return Plan(config, data, module, trainer, recorder, numbers, checkpoints, columns)
 
 
@@ -194,10 +196,11 @@ def _check_shares(data: DataModule, module: Classifier, trainer: L.Trainer) -> N
         )
     if last == 1:
         *inputs, _ = trainer.precision_plugin.convert_input(next(iter(data.eval_loader("train"))))
-        trial = copy.deepcopy(module.model).train()
+        device = trainer.strategy.root_device
+        trial = copy.deepcopy(module.model).to(device).train()
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                trial(*(tensor[:1] for tensor in inputs))
+                trial(*(tensor[:1].to(device) for tensor in inputs))
         except ValueError as error:
             raise ValueError(
                 f"the model has batch normalisation, and {where}, which has no variance: take another batch size, or "
@@ -240,17 +243,18 @@ def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classi
                 raise ValueError(
                     "ReduceLROnPlateau goes by a metric; a run's rate follows from its epochs: take another"
                 )
-    with explained("model", config["model"]):
-        _try_out(model, data)
     mean_over = config["protocol"].get("mean_over", "samples")  # which older runs do not name
     return data, Classifier(model, data.num_classes, config["seed"], optimizer, scheduler, mean_over)
 
 
-def _try_out(model: torch.nn.Module, data: DataModule) -> None:
+def _try_out(module: Classifier, data: DataModule, trainer: L.Trainer) -> None:
+    """Runs the model on two samples, on the run's own device and in its precision: an engine may be for that alone."""
     *inputs, labels = next(iter(data.eval_loader("train")))
+    device, precision = trainer.strategy.root_device, trainer.precision_plugin
+    model = module.model if device.type == "cpu" else copy.deepcopy(module.model).to(device)
     training = model.training
-    with torch.no_grad():
-        logits = model.eval()(*(tensor[:2] for tensor in inputs))
+    with torch.no_grad(), precision.forward_context():
+        logits = model.eval()(*(tensor[:2].to(device) for tensor in precision.convert_input(inputs)))
     model.train(training)
     if logits.shape != (len(labels[:2]), data.num_classes):
         raise ValueError(f"gives {tuple(logits.shape)} for two samples of {data.num_classes} classes")

@@ -270,3 +270,13 @@ def test_a_flipped_bit_of_a_weight_is_no_checkpoint_of_fairseq_s(
     text_runs.start(*sentiment, "attention=sinkhorn", "attention.n_iters=3")
     assert "can be read: the run begins anew" in capfd.readouterr().err
     assert (run.path / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_a_backend_reaches_fairseqs_process(text_runs: Any, sentiment: tuple[str, ...]) -> None:
+    """Where it is not for the device, it is named before the first step."""
+    overrides = (*sentiment, "attention=sinkhorn", "attention.n_iters=3", "trainer.max_epochs=1")
+    text_runs.start(*overrides, "attention.backend=streaming")
+    with pytest.raises(RunError, match=r"backend='triton' needs tensors on a CUDA device .*; use backend='auto'"):
+        text_runs.start(*overrides, "attention.backend=triton")
+    run = text_runs.run_dir(*overrides, "attention.backend=triton")
+    assert not (run.path / "metrics.jsonl").exists() or not (run.path / "metrics.jsonl").read_text()
