@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import wandb
+from wandb.sdk import wandb_setup
 
 from slurm import sync
 from slurm.sync import main, newest_attempts
@@ -241,6 +242,7 @@ def test_without_a_network_it_is_said_at_once(runs, uploads, capsys, monkeypatch
     assert uploads() == []
     assert "wandb's server http://127.0.0.1:9 is out of reach from this machine" in capsys.readouterr().err
     monkeypatch.undo()
+    monkeypatch.setattr(wandb_setup, "_singleton", None)  # which keeps what the first in a process has read
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     assert sync.server() == "http://127.0.0.1:9"
 
