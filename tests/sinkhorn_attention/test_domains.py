@@ -162,8 +162,8 @@ def test_chunks_do_not_change_the_result(
 def test_how_a_map_is_passed_goes_by_its_size(monkeypatch) -> None:
     taken, query = [], torch.zeros(1, 20, 4)
 
-    def recorded(heads, group, shifted, state, output, rows: int, keep: bool) -> None:
-        taken.append("whole" if rows == 20 else "kept" if keep else "recomputed")
+    def recorded(heads, group, shifted, state, output, passes) -> None:
+        taken.append("whole" if passes.rows == 20 else "kept" if passes.keep else "recomputed")
         for tensor in (*state, output):
             tensor.zero_()
 

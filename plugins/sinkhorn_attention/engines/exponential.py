@@ -21,6 +21,7 @@ map after the first half-step, with r its log-sum-exps and c = 0.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +35,15 @@ from .scratch import borrow
 FLUSH_LOG2 = {torch.float32: -126.0, torch.float64: -1022.0}
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How maps of a size are passed: heads of a chunk, rows of a block, and whether K is kept between passes."""
+
+    heads: int
+    rows: int
+    keep: bool
+
+
 class ExponentialMap:
     """K of some heads, block of rows by block of rows, and the half-steps on it.
 
@@ -44,12 +54,18 @@ class ExponentialMap:
         scratch: (heads, rows of a block, m), where blocks are made.
         kept: (heads, n, m), where K is kept from the first pass on, `scratch` itself if that holds all rows; None makes
             it again for each pass.
-        u: row scalings, (ceil(T/2), heads, n).
-        v: column scalings, (T//2 + 1, heads, m); see `damped` for damped ones.
+        scalings: of the rows, u, (ceil(T/2), heads, n), and of the columns, v, (T//2 + 1, heads, m), which of damped
+            steps stand apart; see `set_scalings`.
     """
 
     def __init__(
-        self, heads: Heads, group: slice, shifted: bool, scratch: Tensor, kept: Tensor | None, u: Tensor, v: Tensor
+        self,
+        heads: Heads,
+        group: slice,
+        shifted: bool,
+        scratch: Tensor,
+        kept: Tensor | None,
+        scalings: tuple[Tensor, Tensor],
     ) -> None:
         self.heads, self.group, self.shifted = heads, group, shifted
         self.scratch, self.kept, self.filled = scratch, kept, False
@@ -59,7 +75,7 @@ class ExponentialMap:
         self.asynchronous = domains.is_asynchronous(heads.device)
         #: What scores are in: logarithms to the base 2, or natural ones where softmax takes them.
         self.unit = 1.0 if self.asynchronous else LOG2E
-        self.set_scalings(u, v)
+        self.set_scalings(*scalings)
         #: What K is multiplied with when it is made, (heads, n, 1) and (heads, 1, m).
         self.multiplied: tuple[Tensor, Tensor] | None = None
         #: Whether copying the tokens is cheap against the map.
@@ -318,15 +334,15 @@ class ExponentialMap:
 
 
 def exponential_forward(
-    heads: Heads, group: slice, shifted: bool, state: tuple[Tensor, Tensor], output: Tensor, block_rows: int, keep: bool
+    heads: Heads, group: slice, shifted: bool, state: tuple[Tensor, Tensor], output: Tensor, passes: Passes
 ) -> None:
     """Forward of some heads of one domain; fills all heads' scalings u and v, and output."""
     count, out = group.stop - group.start, output[group]
-    scalings = [scaling[:, group] for scaling in state]
+    scalings = state[0][:, group], state[1][:, group]
     if heads.scores is not None:  # the map is the result
-        ExponentialMap(heads, group, shifted, out, out, *scalings).run(out)
+        ExponentialMap(heads, group, shifted, out, out, scalings).run(out)
         return
-    whole = (count, heads.n, heads.m) if keep and block_rows < heads.n else (0,)
-    with borrow((count, block_rows, heads.m), whole, dtype=heads.dtype, device=heads.device) as (scratch, all_rows):
-        kept = None if not keep else scratch if block_rows == heads.n else all_rows
-        ExponentialMap(heads, group, shifted, scratch, kept, *scalings).run(out)
+    whole = (count, heads.n, heads.m) if passes.keep and passes.rows < heads.n else (0,)
+    with borrow((count, passes.rows, heads.m), whole, dtype=heads.dtype, device=heads.device) as (scratch, all_rows):
+        kept = None if not passes.keep else scratch if passes.rows == heads.n else all_rows
+        ExponentialMap(heads, group, shifted, scratch, kept, scalings).run(out)

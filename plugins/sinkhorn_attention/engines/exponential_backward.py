@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from . import domains
-from .exponential import ExponentialMap
+from .exponential import ExponentialMap, Passes
 from .half_steps import reverse_half_steps
-from .heads import Gradients, Heads
+from .heads import Gradients
 from .scratch import borrow
 
 #: From this entry of a coupling on, the gradient is a difference of nearly equal terms; see `_Backward`.
@@ -17,27 +17,26 @@ PEAK = 0.9
 
 
 def exponential_backward(
-    heads: Heads,
+    gradients: Gradients,
     group: slice,
     shifted: bool,
     state: tuple[Tensor, Tensor],
     results: tuple[Tensor, Tensor],
-    gradients: Gradients,
-    block_rows: int,
-    keep: bool,
+    passes: Passes,
 ) -> None:
     """Backward of some heads of one domain, from all heads' scalings and (output, dL/d output)."""
+    heads = gradients.heads
     count, n, m = group.stop - group.start, heads.n, heads.m
     # A map that is used transposed gets a row stride that is no multiple of 64 * 2^k bytes: up to 1.4 times faster.
     padded = m + 8 if m % 16 == 0 and not domains.is_asynchronous(heads.device) else m
-    shape = count, block_rows, m
-    shapes = shape, (0,) if keep else shape, (count, n, padded) if keep else (0,)
+    shape = count, passes.rows, m
+    shapes = shape, (0,) if passes.keep else shape, (count, n, padded) if passes.keep else (0,)
     with borrow(*shapes, dtype=heads.dtype, device=heads.device) as buffers:
         work, again, whole = buffers
         # Where K is kept, a block's scores are no longer needed when its gradient is made.
-        scratch, kept = (work, whole[..., :m]) if keep else (again, None)
-        map_ = ExponentialMap(heads, group, shifted, scratch, kept, *(scaling[:, group] for scaling in state))
-        _Backward(map_, results, work).fill(gradients)
+        scratch, kept = (work, whole[..., :m]) if passes.keep else (again, None)
+        scalings = state[0][:, group], state[1][:, group]
+        _Backward(ExponentialMap(heads, group, shifted, scratch, kept, scalings), results, work).fill(gradients)
 
 
 class _Backward:

@@ -99,7 +99,7 @@ def _in_exponential_domain(heads: Heads, coupling: Tensor) -> Tensor:
     """Fills couplings (heads, n, m) and gives the indices of the heads that left the range trusted; see domains.py."""
     u = coupling.new_empty(WINDOW // 2, heads.count, heads.n)
     v = coupling.new_empty(WINDOW // 2 + 1, heads.count, heads.m)
-    steps = ExponentialMap(heads, slice(0, heads.count), True, coupling, coupling, u, v)
+    steps = ExponentialMap(heads, slice(0, heads.count), True, coupling, coupling, (u, v))
     column = steps.begin()
     largest_u, largest_v = u.new_zeros(1, heads.count, 1), v[:1].amax(2, keepdim=True)
     for done in range(0, heads.n_iters, WINDOW):

@@ -10,14 +10,12 @@
 4. Backward does the same from the scalings that forward has saved.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from . import domains
 from .domains import BOUNDED, LOG_DOMAIN, SHIFTED, bounded_heads, merge_domains, padding_may_stay, runs, trusted_heads
-from .exponential import exponential_forward
+from .exponential import Passes, exponential_forward
 from .exponential_backward import exponential_backward
 from .heads import Gradients, Heads
 from .log_domain import log_domain_backward, log_domain_forward
@@ -42,15 +40,6 @@ KEPT_N_ITERS = 3
 #: Bytes of one block of rows for each thread, all heads of the chunk together. A block of 4,096 keys then has 256 rows:
 #: recomputing with half as many takes 5 to 7 % longer, with a quarter 20 %, and twice as many gain nothing.
 BLOCK_BYTES = 2 << 20
-
-
-@dataclass(frozen=True)
-class Passes:
-    """How maps of a size are passed: heads of a chunk, rows of a block, and whether K is kept between passes."""
-
-    heads: int
-    rows: int
-    keep: bool
 
 
 def choose_passes(heads: Heads, recompute: bool, times: int = 1) -> Passes:
@@ -130,7 +119,7 @@ class Portable:
                 _keep_padding(heads, heads.value)
             for group, of_group in self._groups(heads, domain, passes):
                 shifted = of_group == SHIFTED
-                exponential_forward(heads, group, shifted, (u, v), output, passes.rows, passes.keep)
+                exponential_forward(heads, group, shifted, (u, v), output, passes)
                 if shifted:
                     domain[group].masked_fill_(~trusted_heads(u[:, group], v[:, group]), LOG_DOMAIN)
             self._log_domain_forward(heads, (u, v, domain), output)
@@ -153,7 +142,7 @@ class Portable:
             for group, of_group in self._groups(heads, domain, passes):
                 if of_group != LOG_DOMAIN:
                     shifted = of_group == SHIFTED
-                    exponential_backward(heads, group, shifted, (u, v), both, gradients, passes.rows, passes.keep)
+                    exponential_backward(gradients, group, shifted, (u, v), both, passes)
             self._log_domain_backward(heads, domain, d_output, gradients)
         return gradients.result()
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..checks import CallOptions
+from ..engines.exponential import Passes
 from ..engines.heads import Heads, hide, row_spans
 from ..engines.operator import is_eager, without_autocast
-from ..engines.portable import Passes, choose_passes
+from ..engines.portable import choose_passes
 from ..engines.problem import Problem
 from ..functional import empty_attention, prepare
 from ..masks import support_of
