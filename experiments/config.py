@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -165,7 +166,15 @@ def in_one_sentence(error: Exception) -> str:
         near = get_close_matches(name, error.options, 1)
         hint = f", did you mean {near[0]}?" if near else ";"
         return f"{str(error).splitlines()[0]}{hint} there are {', '.join(error.options)}"
-    return " ".join(str(error).partition("Config search path:")[0].split())
+    words = " ".join(str(error).partition("Config search path:")[0].split())
+    unknown = re.match(r"Could not override '(\w+)\.(\w+)'", words)
+    if unknown is not None:
+        group, key = unknown.groups()
+        files = sorted((CONFIGS / group).glob("*.yaml"))
+        owners = [f"{group}={file.stem}" for file in files if key in OmegaConf.load(file)]
+        if owners:
+            return f"{unknown[0]}: it is a key of {', '.join(owners)}, which this configuration has not; name one too"
+    return words
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:

@@ -71,8 +71,28 @@ def check_engine(gradient: str, backend: str) -> None:
         )
 
 
+def share_heads(name: str, tensor: Tensor, query: Tensor) -> Tensor:
+    """A key or value (..., heads / g, m, d) for all heads of the query, each g times.
+
+    Raises:
+        ValueError: where the query's heads are no multiple of its heads.
+    """
+    heads, few = query.shape[-3:-2], tensor.shape[-3:-2]
+    if not heads or not few or few[0] == 0 or heads[0] % few[0]:
+        raise ValueError(
+            f"enable_gqa needs a number of query heads (dimension -3) that is a multiple of the {name}'s, got "
+            f"{tuple(query.shape)} and {tuple(tensor.shape)}"
+        )
+    return tensor if heads == few else tensor.repeat_interleave(heads[0] // few[0], -3)
+
+
 def check_n_iters(n_iters: int) -> None:
     """Raises ValueError unless `n_iters` is an integer of at least 1."""
+    if isinstance(n_iters, Tensor):
+        raise ValueError(
+            f"the fourth argument is n_iters, the number of half-steps, got {describe(n_iters)}: pass a mask by name, "
+            "attn_mask=… (or query_mask=…, key_mask=… for padding)"
+        )
     if not isinstance(n_iters, int) or isinstance(n_iters, bool) or n_iters < 1:
         raise ValueError(
             f"n_iters must be an integer >= 1 (a Python int; it counts half-steps, 1 is softmax), got {n_iters!r}"

@@ -15,12 +15,13 @@ from .checks import (
     check_n_iters,
     describe,
     is_floating_matrix,
+    share_heads,
 )
 from .engines import operator_of
 from .engines.implicit import implicit_attention
 from .engines.operator import define
 from .engines.problem import Problem
-from .masks import bias_from_keep
+from .masks import CAUSAL_REFUSAL, bias_from_keep
 
 
 def sinkhorn(
@@ -65,6 +66,9 @@ def sinkhorn_attention(
     dropout_p: float = 0.0,
     gradient: str = "unrolled",
     backend: str = "auto",
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Attention whose map is Sinkhorn(scale * query @ key^T + attn_bias): `n_iters` half-steps, rows first.
 
@@ -97,6 +101,9 @@ def sinkhorn_attention(
             to 256 keys, has not been run on a GPU yet and so is taken by its name alone. All agree in value and
             gradient, to the rounding of the scores; Triton, which holds no map, shows it from scores of 1e3 on in the
             column sums of an even count.
+        attn_mask: `attn_bias` by the name that torch gives it.
+        is_causal: refused, with the reason.
+        enable_gqa: key and value (..., heads / g, m, d) serve g heads of the query each, as in torch.
 
     Returns:
         (..., n, d_v) in the promoted dtype of the inputs; 0 at masked queries.
@@ -108,6 +115,14 @@ def sinkhorn_attention(
     """
     check_n_iters(n_iters)
     check_engine(gradient, backend)
+    if is_causal:
+        raise ValueError(f"is_causal=True: {CAUSAL_REFUSAL}")
+    if attn_mask is not None:
+        if attn_bias is not None:
+            raise ValueError("attn_mask is attn_bias by its other name: give one of them")
+        attn_bias = attn_mask
+    if enable_gqa:
+        key, value = (share_heads(name, tensor, query) for name, tensor in (("key", key), ("value", value)))
     options: CallOptions = {
         "scale": scale,
         "attn_bias": attn_bias,

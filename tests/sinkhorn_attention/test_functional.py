@@ -11,6 +11,7 @@ from sinkhorn_attention.engines.problem import Problem
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import scaled_dot_product_attention
 
 
 def tokens(*lead: int, n: int = 6, m: int = 6, width: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -284,3 +285,46 @@ def test_no_gradient_is_computed_for_what_needs_none() -> None:
     sinkhorn_attention(query, key, value, 3, attn_bias=bias).sum().backward()
     assert bias.grad.abs().sum() > 0
     assert not sinkhorn_attention(query, key, value, 3).requires_grad
+
+
+# ------------------------------------------------------------------------------------- as scaled_dot_product_attention
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.rand(6, 9) < 0.7, torch.randn(2, 1, 6, 9), None], ids=["keeps", "added", "none"]
+)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_arguments_of_torchs_function(mask, groups: int) -> None:
+    """A mask by its name there, and heads that share a key and value; one half-step is softmax."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, 6, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(2, 4 // groups, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    options = {"attn_mask": mask.double() if mask is not None and mask.is_floating_point() else mask}
+    if mask is not None and mask.dtype == torch.bool:
+        mask[:, 0] = True
+    results = []
+    for attend in (lambda *tokens, **more: sinkhorn_attention(*tokens, 1, **more), scaled_dot_product_attention):
+        output = attend(query, key, value, enable_gqa=groups > 1, **options)
+        results.append([output, *torch.autograd.grad(output.square().sum(), (query, key, value))])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"is_causal": True}, "is_causal=True: .*identity"),
+        ({"attn_mask": torch.zeros(5, 5), "attn_bias": torch.zeros(5, 5)}, "give one of them"),
+        ({"n_iters": torch.ones(5, 5, dtype=torch.bool)}, r"fourth argument is n_iters.*\(5, 5\).*attn_mask="),
+        ({"attn_mask": torch.ones(5, 5).tril().bool()}, "is a causal mask"),
+    ],
+)
+def test_what_of_torchs_function_is_refused(options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        sinkhorn_attention(*torch.randn(3, 2, 4, 5, 8), **options)
+
+
+def test_heads_that_cannot_be_shared_are_named() -> None:
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 3, 5, 8)
+    with pytest.raises(ValueError, match=r"multiple of the key's, got \(2, 4, 5, 8\) and \(2, 3, 5, 8\)"):
+        sinkhorn_attention(query, key, key, enable_gqa=True)
