@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .data.fashion import standin_source
 from .errors import RunError
+from .plugins import import_plugins
 from .runners.run_dir import NOT_IDENTITY, override, run_hash
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -105,6 +106,7 @@ class Config:
 
     experiment: str = MISSING
     label: str = MISSING
+    plugins: list[str] = field(default_factory=list)
     engine: str = "lightning"
     init_from: dict[str, Any] | None = None
     seed: int = 0
@@ -217,6 +219,7 @@ def resolve(config: DictConfig, unchanged: Mapping[str, Any] | None = None) -> d
             )
     whole = {str(section): resolved.get(str(section), known.get(str(section))) for section in config}
     _check(whole)
+    import_plugins(whole)
     if whole["init_from"] is not None:
         # Of the identity: another run before makes another run of this.
         before = whole["init_from"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import Diverged, RunError
+from ..plugins import import_plugins
 from . import fairseq_command as command
 from .fairseq_events import read_event
 
@@ -32,6 +33,7 @@ class Child:
     @classmethod
     def start(cls, module: str, words: Sequence[str], config: dict[str, Any]) -> "Child":
         """Starts `python -m experiments.runners.<module>` in a session of its own: signals come from here alone."""
+        import_plugins(config)
         environment = dict(os.environ)
         paths = [str(command.ROOT), str(command.PLUGIN.parent), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

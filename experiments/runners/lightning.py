@@ -26,6 +26,7 @@ from ..config import PRECISIONS
 from ..data.base import BatchSampler, DataModule, other_data
 from ..errors import Diverged, RunError, check_finite
 from ..files import explain_full_disk, full_disk, is_full_disk
+from ..plugins import import_plugins
 from ..progress import at_work
 from ..seeding import stream_seed
 from .checkpoints import AtomicCheckpointIO, RunCheckpoints, checkpoint_name, newest_valid, read_checkpoint
@@ -220,6 +221,7 @@ def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classi
     """
     if config["trainer"]["threads"] is not None:
         torch.set_num_threads(config["trainer"]["threads"])
+    import_plugins(config)
     if "_target_" not in config["data"]:
         raise RunError("data._target_ is missing: text has none, which engine=fairseq trains; take its experiments")
     with explained("data", config["data"]):

@@ -72,7 +72,13 @@ NOT_IDENTITY = (
     "trainer.threads",
 )
 # What says nothing where it is as usual: a run has the same identity as one whose configuration lacks the key.
-USUAL = {"engine": "lightning", "init_from": None, "protocol.mean_over": "samples", "protocol.initial": False}
+USUAL: dict[str, Any] = {
+    "engine": "lightning",
+    "init_from": None,
+    "plugins": [],
+    "protocol.mean_over": "samples",
+    "protocol.initial": False,
+}
 # Environment variable by which the first process of a run tells the run's folder to those that it starts.
 RUN_FOLDER = "SINKFORMER_RUN_FOLDER"
 PACKAGES = (

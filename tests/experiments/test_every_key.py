@@ -156,6 +156,7 @@ CHANGES: dict[str, Any] = {
     "model.train": ["head.*"],
     "model.weights": "nothing.pth",
     "optimizer._target_": "torch.optim.NAdam",
+    "plugins": ["no_such_module"],
     "optimizer.adam_betas": "(0.8, 0.98)",
     "optimizer.betas": [0.8, 0.999],
     "optimizer.eps": 1e-2,

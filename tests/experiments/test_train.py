@@ -114,7 +114,7 @@ BAD = [
     (["seed=0,1"], "-m"),
     (["seed=x"], "seed"),
     (["attention.foo=1"], "Could not override 'attention.foo'"),
-    (["attention=softmax", "attention.n_iters=5"], "'attention.n_iters': it is a key of attention=sinkhorn, which this"),
+    (["attention=softmax", "attention.n_iters=5"], "'attention.n_iters': it is a key of attention=sinkhorn, "),
 ]
 
 

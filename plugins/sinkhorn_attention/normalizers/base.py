@@ -1,6 +1,10 @@
 """The registry, and what every normalizer shares: argument checks, scores, and the product with the values."""
 
+import functools
+import importlib
+import importlib.metadata
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar, Unpack
@@ -11,6 +15,11 @@ from torch import Tensor, nn
 
 from ..checks import CallOptions, check_bias, check_mask
 from .scores import attention_scores, full_precision_matmul
+
+#: Entry points of installed packages whose import registers normalizers.
+ENTRY_POINTS = "sinkhorn_attention.normalizers"
+#: Environment variable with further modules that do, separated by commas.
+MODULES = "SINKHORN_ATTENTION_NORMALIZERS"
 
 _REGISTRY: dict[str, type["Normalizer"]] = {}
 NormalizerClass = TypeVar("NormalizerClass", bound=type["Normalizer"])
@@ -36,8 +45,26 @@ def register_normalizer(name: str) -> Callable[[NormalizerClass], NormalizerClas
     return register
 
 
+@functools.cache
+def load_further_normalizers() -> None:
+    """Imports what else registers normalizers, once: installed packages' entry points, and the modules of `MODULES`.
+
+    Raises:
+        ValueError: names what cannot be imported.
+    """
+    loads = [(f"entry point {one.name}", one.load) for one in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    for module in filter(None, os.environ.get(MODULES, "").split(",")):
+        loads.append((f"{MODULES}: {module}", functools.partial(importlib.import_module, module)))
+    for name, load in loads:
+        try:
+            load()
+        except Exception as error:  # whatever a module does at its import
+            raise ValueError(f"{name} cannot be imported ({type(error).__name__}: {error})") from error
+
+
 def list_normalizers() -> list[str]:
-    """The registered names, sorted."""
+    """The registered names, sorted; see `load_further_normalizers` for what is registered by others."""
+    load_further_normalizers()
     return sorted(_REGISTRY)
 
 
@@ -92,6 +119,8 @@ def normalizer_class(choice: Mapping[str, Any]) -> type["Normalizer"]:
     name = choice["name"]
     if isinstance(name, type) and issubclass(name, Normalizer):
         return name
+    if name not in _REGISTRY:
+        load_further_normalizers()
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"unknown normalizer {name!r}; there are {', '.join(list_normalizers())}")
     return _REGISTRY[name]
