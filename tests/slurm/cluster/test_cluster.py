@@ -137,7 +137,7 @@ def test_a_node_goes_down(sweep):
         until(lambda: any("PENDING" in line for line in queue(jobs.id)), 30, jobs.logs)
         # At once: the node may be back before long, and refuses a job that it has just been told to kill.
         subprocess.run([*update, f"jobid={jobs.id}", "excnodelist=node2"], check=True)
-        assert sweep.status()[run.name]["state"] in ("requeued", "preempted", "queued", "running")
+        assert sweep.status()[run.name]["state"] in ("requeued", "preempted", "pending", "starting", "running")
         reference = sweep.alone(*words)
 
         def over() -> bool:
