@@ -100,6 +100,21 @@ def test_far_rows_and_columns(make_problem, agrees, engine, n_iters: int) -> Non
             agrees(problem, torch.float32, max(2e-5, 4 * abs(far) * 2**-24))
 
 
+@pytest.mark.parametrize("std", [1, 10, 60])
+def test_backward_may_be_called_again(make_problem, engine, std: float) -> None:
+    """As for two losses: what forward has saved is read, never written to."""
+    sparing(engine, std == 10)
+    problem = make_problem(7, 5, 4, lead=(2,), std=std)
+    tokens = [
+        tensor.to(engine.device, engine.dtype).requires_grad_()
+        for tensor in (problem.query, problem.key, problem.value)
+    ]
+    output = engine(*tokens, 4)
+    first, second = (torch.autograd.grad(output.sum(), tokens, retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def test_saves_no_map_and_few_vectors_for_backward(engine, saved_bytes) -> None:
     """What autograd keeps: inputs and the scalings; bytes grow by vectors with n_iters, never by n * m."""
     if engine.name == "reference":
