@@ -119,7 +119,7 @@ def normalizer_class(choice: Mapping[str, Any]) -> type["Normalizer"]:
     name = choice["name"]
     if isinstance(name, type) and issubclass(name, Normalizer):
         return name
-    if name not in _REGISTRY:
+    if isinstance(name, str) and name not in _REGISTRY:
         load_further_normalizers()
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"unknown normalizer {name!r}; there are {', '.join(list_normalizers())}")

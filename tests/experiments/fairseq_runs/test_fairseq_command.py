@@ -253,7 +253,9 @@ def test_values_that_make_no_sense_are_named_before_anything_starts(overrides: l
 
 
 # Where a run's work is done and how it is shown, and what `resolve` or Hydra looks at alone. `label` names the folder.
-ELSEWHERE = {"engine", "experiment", "label", "learning_rates", "logger", "paths", "report", "wandb", "init_from"}
+# Plugins reach its processes through the environment: tests/experiments/test_plugins.py.
+ELSEWHERE = {"engine", "experiment", "label", "learning_rates", "logger", "paths", "plugins", "report", "wandb"}
+ELSEWHERE |= {"init_from"}
 # Read in the process that starts fairseq: the processes' threads, the bar, the table of the columns.
 READ_BY_THE_RUNNER = {"trainer.progress_bar"}
 
