@@ -7,6 +7,7 @@ import pytest
 import torch
 from sinkhorn_attention.engines import AUTO, PORTABLE, domains, implicit, portable
 from sinkhorn_attention.engines.implicit import Implicit
+from sinkhorn_attention.engines.operator import define
 from sinkhorn_attention.engines.problem import Problem
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,6 +54,32 @@ def test_nothing_lies_on_another_device(monkeypatch, option: str, n_iters: int, 
         gradients = operator.engine.backward(problem, (output, arriving), (rows, columns, domain), has_bias)
     for tensor in (output, *state, *gradients[: 3 + has_bias]):
         assert tensor.device.type == "cuda"
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("n_iters", [1, 4])
+@pytest.mark.parametrize("captured", [(False, False), (True, False), (False, True), (True, True)])
+def test_only_one_of_forward_and_backward_may_be_captured(
+    monkeypatch, captured: tuple[bool, bool], n_iters: int, scores: bool
+) -> None:
+    """The state of either is what the other one needs, and memory that nothing wrote is NaN here."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 20, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    problem = Problem(scores=query @ key.mT, n_iters=n_iters) if scores else Problem(query, key, value, n_iters=n_iters)
+    leaves = [tensor.requires_grad_() for tensor in ((problem.scores,) if scores else (query, key, value))]
+    arriving = torch.randn(problem.output_shape, generator=generator, dtype=torch.float64)
+    want = torch.autograd.grad(define(problem), leaves, arriving)
+    monkeypatch.setattr(domains, "is_asynchronous", lambda device: True)
+    torch.use_deterministic_algorithms(True)  # fills what is allocated
+    try:
+        monkeypatch.setattr(domains, "is_captured", lambda device: captured[0])
+        output = PORTABLE(problem)
+        monkeypatch.setattr(domains, "is_captured", lambda device: captured[1])
+        found = torch.autograd.grad(output, leaves, arriving)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.usefixtures("some_heads_are_untrusted")

@@ -112,6 +112,8 @@ class Portable:
             if self.in_log_domain_throughout(like.device):
                 for group, _ in runs([LOG_DOMAIN] * heads.count, passes.heads):
                     output[group] = log_domain_forward(heads, group, heads.dtype, passes.rows)
+                # Backward may come when nothing is captured any more, and has to find these heads in the log domain.
+                u.zero_(), v.zero_(), domain.fill_(LOG_DOMAIN)
                 return result, u, v, domain
             if not domains.is_asynchronous(like.device):
                 domain.copy_(~bounded_heads(heads))
