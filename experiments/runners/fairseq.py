@@ -180,6 +180,7 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
                     sums.begin_with(event["columns"], loggers)
             elif event["event"] == "epoch" and log is not None:
                 step = event["step"]
+                run.note_device_engine(event.get("device_engine"))
                 for row in _rows(event, log.split):
                     log.add(row, loggers)
                 sums.add(event["columns"], loggers)

@@ -34,6 +34,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from fairseq_cli import train as program  # type: ignore[import-untyped]
+from sinkhorn_attention.engines.native import describe_device_engine
 
 from ..errors import Diverged, check_finite
 from ..files import check_sums, sync_folder, write_atomic
@@ -318,7 +319,8 @@ class Training:
         seconds = time.perf_counter() - self.start
         samples = int(self._reduced(trainer, self.samples, torch.distributed.ReduceOp.SUM))
         if distributed_utils.is_master(cfg.distributed_training):
-            emit("epoch", **row, columns=columns, seconds=seconds, samples=samples, skipped=self.saver.skipped)
+            measured = {"seconds": seconds, "samples": samples, "skipped": self.saver.skipped}
+            emit("epoch", **row, **measured, columns=columns, device_engine=describe_device_engine())
         if stopping := self._any(trainer, self.signal):
             raise Stopped(stopping)
         return outcome

@@ -46,7 +46,7 @@ from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
-from sinkhorn_attention.engines.native import describe_cpu_engine
+from sinkhorn_attention.engines.native import describe_cpu_engine, describe_device_engine
 
 from ..errors import Diverged, RunError
 from ..files import explain_full_disk, write_atomic, write_json
@@ -281,22 +281,38 @@ class RunDir:
 
         Warns where attention is computed by another engine than before.
         """
+        self.card["attempts"][-1]["from_step"] = step
+        self._warn_of_another("cpu_engine", "the CPU")
+        write_json(self.path / "run.json", self.card)
+
+    def note_device_engine(self, engine: str | None) -> None:
+        """Records in the run card what has computed attention on CUDA devices, which is known after the first steps.
+
+        Warns where it was another engine before.
+        """
+        attempt = self.card["attempts"][-1]
+        if engine in (None, attempt.get("device_engine")):
+            return
+        attempt["device_engine"] = engine
+        self._warn_of_another("device_engine", "CUDA devices")
+        write_json(self.path / "run.json", self.card)
+
+    def _warn_of_another(self, key: str, where: str) -> None:
         *earlier, attempt = self.card["attempts"]
-        attempt["from_step"] = step
-        before = next((each["cpu_engine"] for each in reversed(earlier) if "cpu_engine" in each), None)
-        if before not in (None, attempt["cpu_engine"]):
+        before = next((each[key] for each in reversed(earlier) if key in each), None)
+        if before not in (None, attempt[key]):
             print(
-                f"warning: attention on the CPU is now computed by {attempt['cpu_engine']}, before by {before}: "
+                f"warning: attention on {where} is now computed by {attempt[key]}, before by {before}: "
                 "numbers may differ in their last bits",
                 file=sys.stderr,
             )
-        write_json(self.path / "run.json", self.card)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Writes result.json: from here on the run is finished."""
         write_json(self.path / "result.json", result)
 
     def _end(self, state: str, message: str | None = None) -> None:
+        self.note_device_engine(describe_device_engine())
         self.card["state"] = state
         self.card["attempts"][-1] |= {"ended": _now(), "state": state, "message": message}
         write_json(self.path / "run.json", self.card)

@@ -95,12 +95,12 @@ def sinkhorn_attention(
             that of torch operations, which on the CPU works in cache-sized chunks of heads while a head's map is
             below 8 MB, and in blocks of rows above. Both keep a map up to 256 MB between half-steps and make it again
             above that; on other devices the portable engine looks at the data once a call, forward and backward, and
-            computes in the log domain without a look while a CUDA graph is captured. "auto" is "native" where its
-            library is (`python -m sinkhorn_attention` says whether) and "portable" elsewhere; "streaming" is "auto"
-            where the map is always made again: memory O(n d), up to twice the time; "triton" is for CUDA devices and up
-            to 256 keys, has not been run on a GPU yet and so is taken by its name alone. All agree in value and
-            gradient, to the rounding of the scores; Triton, which holds no map, shows it from scores of 1e3 on in the
-            column sums of an even count.
+            computes in the log domain without a look while a CUDA graph is captured. "triton" is for CUDA devices and
+            holds no map, O(n d) memory. "auto" is "native" where its library is, "triton" where that was proven right
+            on the device at its first use, forward and backward, and "portable" elsewhere (`python -m
+            sinkhorn_attention` says which); "streaming" is "auto" where a map is always made again: memory O(n d), up
+            to twice the time. All agree in value and gradient, to the rounding of the scores; Triton shows it from
+            scores of 1e3 on in the column sums of an even count.
         attn_mask: `attn_bias` by the name that torch gives it.
         is_causal: refused, with the reason.
         enable_gqa: key and value (..., heads / g, m, d) serve g heads of the query each, as in torch.

@@ -172,6 +172,21 @@ def test_going_on_with_another_engine_is_said_and_kept(config, tmp_path, monkeyp
     ]
 
 
+def test_the_engine_of_a_gpu_is_kept_and_another_one_is_said(config, tmp_path, monkeypatch, capsys):
+    run = run_dir.RunDir.of(config)
+    for engine in (None, "triton, proven at its first use", "portable (no ptxas)"):
+        monkeypatch.setattr(run_dir, "describe_device_engine", lambda engine=engine: engine)
+        with run.attempt("train", {}, ["cuda:0"], 1):
+            run.note_device_engine(engine)
+    said = [line for line in capsys.readouterr().err.splitlines() if "computed by" in line]
+    assert said == [
+        "warning: attention on CUDA devices is now computed by portable (no ptxas), before by triton, proven at its "
+        "first use: numbers may differ in their last bits"
+    ]
+    attempts = run_dir.read_record(run.path / "run.json")["attempts"]
+    assert [each.get("device_engine", "")[:8] for each in attempts] == ["", "triton, ", "portable"]
+
+
 def test_result_comes_last_and_times_stay_out_of_metrics(finished, rows):
     folder = finished()
     result = json.loads((folder / "result.json").read_text())

@@ -16,16 +16,15 @@ from torch import Tensor
 ON_GPU = torch.cuda.is_available()
 #: Triton's kernels run where there is a GPU; elsewhere `test_triton.py` runs these tests for them in a process of its
 #: own, in Triton's interpreter.
-TRITON = pytest.param(
-    "triton",
-    marks=[
-        pytest.mark.skipif(
-            not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1",
-            reason="no GPU; run by test_triton.py in Triton's interpreter",
-        ),
-        pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities, in the interpreter
-    ],
-)
+TRITON_MARKS = [
+    pytest.mark.skipif(
+        not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1",
+        reason="no GPU; run by test_triton.py in Triton's interpreter",
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities, in the interpreter
+]
+#: With a head's keys on the chip, and by tiles.
+TRITON = [pytest.param(name, marks=TRITON_MARKS) for name in ("triton", "triton tiles")]
 #: The ways through the portable engine: whole maps in chunks of heads, blocks of rows of a kept map, blocks that are
 #: made again, the log domain with a map and by blocks, and the path of devices where looking at data is to wait, as it
 #: is and while a CUDA graph is captured.
@@ -34,9 +33,9 @@ PORTABLE = ("whole", "kept", "recomputed", "log domain", "log domain by blocks",
 #: threads that share the heads which are left over, and with threads that share every head. Its log domain is the
 #: portable engine's.
 NATIVE = ("native", "native blocks", "native recomputed", "native threads", "native shared")
-ENGINES = ("reference", *PORTABLE, *NATIVE, TRITON)
+ENGINES = ("reference", *PORTABLE, *NATIVE, *TRITON)
 #: Of the ways, where it is not the portable engine's or the native one's.
-BACKENDS = {"reference": "reference", "recomputed": "streaming", "native recomputed": "streaming", "triton": "triton"}
+BACKENDS = {"reference": "reference", "recomputed": "streaming", "native recomputed": "streaming"}
 
 
 class Engine(NamedTuple):
@@ -51,9 +50,25 @@ class Engine(NamedTuple):
         return sinkhorn_attention(query, key, value, n_iters, backend=self.backend, **options)
 
 
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """When called: Triton keeps no head on the chip, and its tiles are of 32 tokens."""
+
+    def choose() -> None:
+        from sinkhorn_attention.engines import triton
+
+        layouts = {256: ((32, 32, 4),) * 4}
+        monkeypatch.setattr(triton, "WHOLE_KEYS", 0)
+        monkeypatch.setattr(triton, "TILES", {2: layouts, 4: layouts})
+
+    return choose
+
+
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small_tiles: Callable[[], None]) -> Engine:
     name = request.param
+    if name == "triton tiles":
+        small_tiles()
     if name in NATIVE and LIBRARY.load() is None:
         pytest.skip(f"no native engine: {LIBRARY.reason}")
     if name in ("kept", "recomputed", "log domain by blocks"):  # blocks of 16 rows, of which the last is smaller
@@ -78,9 +93,10 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> E
         monkeypatch.setattr(portable, "LARGE_MAP_BYTES", 0)
     if name in PORTABLE:
         monkeypatch.setattr(LIBRARY, "load", lambda: None)
-    backend = BACKENDS.get(name, "native" if name.startswith("native") else "portable")
-    dtype = torch.float32 if name == "triton" else torch.float64
-    return Engine(name, backend, dtype, "cuda" if name == "triton" and ON_GPU else "cpu")
+    of_triton = name.startswith("triton")
+    family = next((each for each in ("native", "triton") if name.startswith(each)), "portable")
+    dtype = torch.float32 if of_triton else torch.float64
+    return Engine(name, BACKENDS.get(name, family), dtype, "cuda" if of_triton and ON_GPU else "cpu")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ ON_GPU = torch.cuda.is_available()
 
 def interpreted(engine: Any) -> bool:
     """Whether each call takes seconds: a test tries few numbers then; test_triton_kernels.py has more of them."""
-    return engine.name == "triton" and not ON_GPU
+    return engine.backend == "triton" and not ON_GPU
 
 
 def sparing(engine: Any, wanted: bool) -> None:
@@ -171,7 +171,7 @@ def test_padding_of_any_amount_on_any_side_with_anything_in_it(engine, garbage: 
     """Padded tokens get exactly 0, take no part in any sum, and change no other token or gradient."""
     sparing(engine, math.isnan(garbage))
     sentences = [[t[i, :length] for t in tokens(engine, 18, 18, 3)] for i, length in enumerate((18, 5, 1))]
-    for n_iters, pad in ((1, 3), (2, 20), (7, 3)) if engine.name != "triton" else ((4, 3), (7, 16)):
+    for n_iters, pad in ((1, 3), (2, 20), (7, 3)) if engine.backend != "triton" else ((4, 3), (7, 16)):
         length, alone = 18 + pad, [definition(sentence, n_iters) for sentence in sentences]
         mask = torch.zeros(3, length, dtype=torch.bool, device=engine.device)
         batch = [torch.full((3, length, width), garbage, device=engine.device) for width in (8, 8, 5)]
@@ -246,8 +246,6 @@ def test_masks_are_those_of_scaled_dot_product_attention_at_one_half_step(engine
 @pytest.mark.parametrize("n_iters", [1, 4, 7])
 def test_half_precision_keeps_the_half_steps_in_single(engine, n_iters: int, dtype: torch.dtype) -> None:
     """Scores of standard deviation 8: iterations in bfloat16 would leave row sums off by 0.09."""
-    if interpreted(engine) and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter takes bfloat16 products for integers")
     sparing(engine, n_iters > 1)
     query, key, value = tokens(engine, 40, 40, 2, width=16)
     inputs = [8 * query, key, value]
@@ -293,7 +291,7 @@ def test_scores_up_to_1e30_are_finite_and_normalised(engine, n_iters: int) -> No
         coupling, *gradients = step(lambda *each: engine(*each, n_iters), [size * query, size * key, value])
         assert all(gradient.isfinite().all() for gradient in gradients)
         sums = coupling.sum(-1 if n_iters % 2 else -2)
-        if engine.name == "triton" and n_iters % 2 == 0:
+        if engine.backend == "triton" and n_iters % 2 == 0:
             # Without a map in memory columns are normalised by potentials, which have the rounding of the scores.
             assert coupling.isfinite().all()
             continue
@@ -428,7 +426,7 @@ def test_a_bias_of_another_dtype_and_shape(engine) -> None:
 def test_shapes_without_data(engine) -> None:
     """On the meta device, forward and backward."""
     leaves = [tensor.to("meta").requires_grad_() for tensor in tokens(engine, 18, 20, 3)]
-    if engine.name == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+    if engine.backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         with pytest.raises(NotImplementedError, match="needs tensors on a CUDA device"):
             engine(*leaves, 4)
         return

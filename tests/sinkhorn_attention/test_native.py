@@ -201,7 +201,8 @@ def test_auto_takes_it_for_tokens_on_the_cpu(monkeypatch) -> None:
 def test_what_is_here_is_printed() -> None:
     said = python("import sinkhorn_attention.__main__ as main", "main.main()")
     assert "portable   torch's own operations" in said
-    assert said.splitlines()[-2].split() == ["tokens", "on", "the", "CPU", *native.describe_cpu_engine().split()]
+    assert said.splitlines()[-3].split() == ["tokens", "on", "the", "CPU", *native.describe_cpu_engine().split()]
+    assert said.splitlines()[-2].startswith("  tokens on a CUDA device     ")
     off = python("import sinkhorn_attention.__main__ as main", "main.main()", **{SWITCH: "0"})
     assert f"native     not here: {SWITCH}=0 turns it off" in off
 

@@ -3,7 +3,7 @@
     native      C++ on a CPU, where its library was built (native.py, native_library.py, cpp/)
     portable    torch's own operations, any device (portable.py): exponential.py where the range of floating numbers
                 allows it, log_domain.py elsewhere, both with the loop of half_steps.py
-    triton      kernels for CUDA devices and up to 256 keys (triton.py)
+    triton      kernels for CUDA devices (triton.py), which "auto" takes for what it has proven (proof.py)
     implicit    the derivative at convergence, by its equations (implicit.py)
 
 Another engine is a class with the methods of `operator.Engine`, a name in `BACKENDS`, and its operator in `_OPERATORS`.
@@ -11,12 +11,13 @@ Another engine is a class with the methods of `operator.Engine`, a name in `BACK
 
 import torch
 
-from .native import LIBRARY, Native, describe_cpu_engine
+from .native import LIBRARY, Native, describe_cpu_engine, load_triton
 from .operator import Operator
 from .portable import Portable
 
-#: Names of `backend=`. "auto" is the native engine on a CPU that it was built for and the portable one elsewhere, and
-#: "streaming" the same without keeping a map between half-steps; "dense" is an old name of "portable".
+#: Names of `backend=`. "auto" is the native engine on a CPU that it was built for, the Triton engine on a CUDA device
+#: where it has been proven, and the portable one elsewhere; "streaming" is the same without keeping a map between
+#: half-steps; "dense" is an old name of "portable".
 BACKENDS = ("auto", "reference", "native", "portable", "dense", "streaming", "triton")
 
 PORTABLE = Operator(Portable("portable"))
@@ -34,12 +35,9 @@ def operator_of(backend: str) -> Operator:
     """
     if backend != "triton":
         return _OPERATORS[backend]
-    try:
-        from .triton import TRITON  # imported at its first use
-    except ImportError as error:
-        raise NotImplementedError(
-            "backend='triton' needs the triton package, which comes with torch on Linux; use backend='auto'"
-        ) from error
+    load_triton()
+    from .triton import TRITON
+
     return TRITON
 
 
@@ -49,12 +47,12 @@ def describe_engines() -> dict[str, str]:
     try:
         from .triton import refusal
 
-        reason = refusal(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32, 16, 16, 16)
+        reason = refusal(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32, 16, 16)
     except ImportError:
         reason = "the triton package"
     return {
         "native": native,
         "portable": "torch's own operations, on any device",
-        "triton": "kernels for CUDA, up to 256 keys" if reason is None else f"not here: it needs {reason}",
+        "triton": "kernels for CUDA devices" if reason is None else f"not here: it needs {reason}",
         "reference": "the definition, with second derivatives",
     }

@@ -9,7 +9,8 @@
    formulas and state these are: exponential.py has them.
 
 The library is built when the package is installed (native_library.py finds it). Without it, or where its check against
-the definition fails, the portable engine takes every call, and torch's kernel for softmax one half-step.
+the definition fails, the portable engine takes every call, and torch's kernel for softmax one half-step. On a CUDA
+device the Triton engine takes what it has been proven right about (proof.py), the portable one the rest.
 """
 
 import ctypes
@@ -25,9 +26,10 @@ from .domains import LOG_DOMAIN, SHIFTED, trusted_heads
 from .fused_softmax import is_plain_softmax, softmax_backward, softmax_forward
 from .heads import LOG2E, Gradients, Heads
 from .native_library import Library
-from .operator import Results, State, define
+from .operator import Engine, Results, State, define
 from .portable import Portable
 from .problem import Problem, keep_factor
+from .proof import Proofs
 from .scratch import borrow
 
 #: Rows of a block of K whose products are made, 48 at most, and its columns, about: it stays in the second-level cache.
@@ -125,6 +127,9 @@ class Native(Portable):
         library = self.library(problem)
         if library is not None:
             return self.forward_by(library, problem)
+        kernels = PROOFS.engine(problem)
+        if kernels is not None:
+            return kernels.forward(problem)
         if is_plain_softmax(problem):
             state = self.state(problem)
             return softmax_forward(problem, state), *state
@@ -135,6 +140,9 @@ class Native(Portable):
         library = self.library(problem)
         if library is not None:
             return self.backward_by(library, problem, results, state, bias_gradient)
+        kernels = PROOFS.engine(problem)
+        if kernels is not None:
+            return kernels.backward(problem, results, state, bias_gradient)
         if is_plain_softmax(problem):
             return softmax_backward(problem, results, state)
         return super().backward(problem, results, state, bias_gradient)
@@ -264,11 +272,33 @@ def disagreement(library: ctypes.CDLL) -> str | None:
     return None
 
 
+def load_triton() -> Engine:
+    """The Triton engine, imported at its first use.
+
+    Raises:
+        NotImplementedError: where its package is missing.
+    """
+    try:
+        from .triton import TRITON
+    except ImportError as error:
+        raise NotImplementedError(
+            "backend='triton' needs the triton package, which comes with torch on Linux; use backend='auto'"
+        ) from error
+    return TRITON.engine
+
+
 #: The library of this process.
 LIBRARY = Library(disagreement)
+#: What this process has found out about its GPUs.
+PROOFS = Proofs(load_triton)
 
 
 def describe_cpu_engine() -> str:
     """The engine that "auto" takes for tokens on the CPU, with its build, as a run card names it."""
     library = LIBRARY.load()
     return f"portable ({LIBRARY.reason})" if library is None else f"native {LIBRARY.build}"
+
+
+def describe_device_engine() -> str | None:
+    """The engine that "auto" has taken on CUDA devices in this process, as a run card names it; None if it used none."""
+    return PROOFS.describe()

@@ -64,6 +64,20 @@ def block_rows(heads: Heads, count: int, dtype: torch.dtype) -> int:
     return min(max(16, fitting), heads.n)
 
 
+def empty_state(problem: Problem) -> State:
+    """What forward saves beside its output: row scalings, column scalings, and the domain of each head.
+
+    Shapes (ceil(T/2), heads, n), (T//2 + 1, heads, m) and (heads,). Of damped steps the inverse column sums that each
+    scaling is made of stand between the scalings, because they cannot be had from these where lambda is small.
+    """
+    like, heads = problem.like, problem.heads
+    n_columns = problem.n_iters // 2 + 1 if problem.damping == 1.0 else 2 * (problem.n_iters // 2) + 1
+    rows = like.new_empty((problem.n_iters + 1) // 2, heads, problem.n, dtype=problem.dtype)
+    columns = like.new_empty(n_columns, heads, problem.m, dtype=problem.dtype)
+    domain = SHIFTED if domains.is_asynchronous(like.device) else BOUNDED
+    return rows, columns, torch.full((heads,), domain, dtype=torch.uint8, device=like.device)
+
+
 class Portable:
     """The engine; see the module.
 
@@ -85,17 +99,8 @@ class Portable:
         return problem.scores is None
 
     def state(self, problem: Problem) -> State:
-        """What forward saves beside its output: row scalings, column scalings, and the domain of each head.
-
-        Shapes (ceil(T/2), heads, n), (T//2 + 1, heads, m) and (heads,). Of damped steps the inverse column sums that
-        each scaling is made of stand between the scalings, because they cannot be had from these where lambda is small.
-        """
-        like, heads = problem.like, problem.heads
-        n_columns = problem.n_iters // 2 + 1 if problem.damping == 1.0 else 2 * (problem.n_iters // 2) + 1
-        rows = like.new_empty((problem.n_iters + 1) // 2, heads, problem.n, dtype=problem.dtype)
-        columns = like.new_empty(n_columns, heads, problem.m, dtype=problem.dtype)
-        domain = SHIFTED if domains.is_asynchronous(like.device) else BOUNDED
-        return rows, columns, torch.full((heads,), domain, dtype=torch.uint8, device=like.device)
+        """What forward saves beside its output."""
+        return empty_state(problem)
 
     def in_log_domain_throughout(self, device: torch.device) -> bool:
         """Whether all heads are computed in the log domain without a look at the data."""
