@@ -300,5 +300,5 @@ def describe_cpu_engine() -> str:
 
 
 def describe_device_engine() -> str | None:
-    """The engine that "auto" has taken on CUDA devices in this process, as a run card names it; None if it used none."""
+    """What "auto" has taken on CUDA devices in this process, as a run card names it; None if it has used none."""
     return PROOFS.describe()
