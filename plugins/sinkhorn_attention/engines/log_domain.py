@@ -9,7 +9,6 @@ in reverse and keeps their weights as vectors, too; one last pass puts all of th
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -37,16 +36,9 @@ class LogDomainMap:
         self.held: Tensor | None = None
         if len(self.spans) == 1:
             self.held = self._scores(ALL_ROWS)
-        rows, columns = [], None
-        for _, scores in self:
-            support = scores != -math.inf
-            rows.append(support.any(2, keepdim=True))
-            seen = support.any(1, keepdim=True)
-            columns = seen if columns is None else columns | seen
-        assert columns is not None
         #: Which rows (heads, n, 1) and columns (heads, 1, m) have a support.
-        self.rows, self.columns = torch.cat(rows, 1), columns
-        counts = self.rows.sum(1, keepdim=True), columns.sum(2, keepdim=True)
+        self.rows, self.columns = self._supports()
+        counts = self.rows.sum(1, keepdim=True), self.columns.sum(2, keepdim=True)
         #: What a column should sum to, (heads, 1, 1).
         self.ratio = target_ratio(*counts, dtype)
         #: Of each half-step, over rows or columns of C + the other side's potential: the maximum and the sum of
@@ -55,9 +47,9 @@ class LogDomainMap:
         self.totals: list[Tensor] = []
         #: The other side's potential that each half-step began with.
         self.others: list[Tensor] = []
-        #: Terms of dL/dC: half-steps, and what multiplies the rows or columns of their maps.
+        #: Terms of dL/dC: half-steps, and what multiplies the rows or columns of their exponentials.
         self.terms: list[tuple[int, Tensor]] = []
-        start = torch.zeros_like(columns, dtype=dtype)
+        start = torch.zeros_like(self.columns, dtype=dtype)
         half_steps(heads.n_iters, self.row_step, self.column_step, start)
 
     def _scores(self, rows: slice) -> Tensor:
@@ -72,9 +64,24 @@ class LogDomainMap:
                 scores.add_(bias)
         return heads.mask_scores_(scores, group, rows)
 
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        for rows in self.spans:
-            yield rows, self._scores(rows) if self.held is None else self.held.clone()
+    def _supports(self) -> tuple[Tensor, Tensor]:
+        """Which rows and columns have a support: by the scores, if there are masks, a bias or given scores at all."""
+        rows, columns = [], None
+        for span in self.spans:
+            support = self.scores(span) != -math.inf
+            rows.append(support.any(2, keepdim=True))
+            seen = support.any(1, keepdim=True)
+            columns = seen if columns is None else columns | seen
+        assert columns is not None
+        return torch.cat(rows, 1), columns
+
+    def scores(self, rows: slice) -> Tensor:
+        """The scores of a block, which must not be changed."""
+        return self._scores(rows) if self.held is None else self.held
+
+    def shifted(self, rows: slice, other: Tensor) -> Tensor:
+        """The scores of a block plus the other side's potential, a new tensor."""
+        return self._scores(rows).add_(other) if self.held is None else self.held + other
 
     def _keep(self, other: Tensor, maximum: Tensor, total: Tensor, empty: Tensor) -> None:
         self.others.append(other)
@@ -84,8 +91,8 @@ class LogDomainMap:
     def row_step(self, step: int, column: Tensor) -> Tensor:
         """The potential (heads, n, 1) of a row step."""
         maxima, totals = [], []
-        for _, scores in self:
-            shifted = scores.add_(column)
+        for rows in self.spans:
+            shifted = self.shifted(rows, column)
             maxima.append(shifted.amax(2, keepdim=True))
             finite = maxima[-1].masked_fill(maxima[-1] == -math.inf, 0.0)
             totals.append(shifted.sub_(finite).exp_().sum(2, keepdim=True))
@@ -96,8 +103,8 @@ class LogDomainMap:
         """The potential (heads, 1, m) of a column step, with a running maximum over the blocks."""
         maximum = torch.full_like(self.others[0], -math.inf)
         total = torch.zeros_like(maximum)
-        for rows, scores in self:
-            shifted = scores.add_(row[:, rows])
+        for rows in self.spans:
+            shifted = self.shifted(rows, row[:, rows])
             highest = torch.maximum(maximum, shifted.amax(1, keepdim=True))
             finite = highest.masked_fill(highest == -math.inf, 0.0)
             total = total * (maximum - finite).exp() + shifted.sub_(finite).exp_().sum(1, keepdim=True)
@@ -109,47 +116,47 @@ class LogDomainMap:
         """The potential of a column step before it was damped."""
         return self.ratio.log() - self.maxima[step] - self.totals[step].log()
 
-    def normalised(self, rows: slice, scores: Tensor, step: int) -> Tensor:
-        """Overwrites a block of scores by the map after a half-step, over the sums that the step has given it."""
+    def exponentials(self, rows: slice, step: int) -> Tensor:
+        """A block of exponentials of a half-step, a new tensor: over `totals`, they are the map after it."""
         of_rows = step % 2 == 0
         other = self.others[step] if of_rows else self.others[step][:, rows]
-        maximum, total = (each[step][:, rows] if of_rows else each[step] for each in (self.maxima, self.totals))
-        return scores.add_(other).sub_(maximum).exp_().div_(total)
+        return self.shifted(rows, other).sub_(self.maxima[step][:, rows] if of_rows else self.maxima[step]).exp_()
 
-    def coupling(self, rows: slice, scores: Tensor) -> Tensor:
-        """Overwrites a block of scores by the final map."""
+    def coupling(self, rows: slice) -> Tensor:
+        """A block of the final map, a new tensor."""
         step = self.heads.n_iters - 1
-        coupling = self.normalised(rows, scores, step)
+        coupling = self.exponentials(rows, step)
         if step % 2 == 0:
-            return coupling
+            return coupling.div_(self.totals[step][:, rows])
         damping, sums = self.heads.problem.damping, self.ratio
         if damping != 1.0:
             sums = sums * ((damping - 1.0) * self.undamped(step)).exp()
-        return coupling.mul_(sums)
+        return coupling.mul_(sums / self.totals[step])
 
     def through_row_step(self, step: int, row_weights: Tensor, last: bool) -> Tensor | None:
         """As `Reversible`."""
-        self.terms.append((step, row_weights))
+        weights = row_weights / self.totals[step]
+        self.terms.append((step, weights))
         if last:
             return None
         passed = torch.zeros_like(self.others[0])
-        for rows, scores in self:
-            passed -= self.normalised(rows, scores, step).mul_(row_weights[:, rows]).sum(1, keepdim=True)
+        for rows in self.spans:  # a product of a vector and the map
+            passed.baddbmm_(weights[:, rows].transpose(1, 2), self.exponentials(rows, step), alpha=-1)
         return passed
 
     def through_column_step(self, step: int, column_weights: Tensor, row_weights: Tensor | None) -> Tensor:
         """As `Reversible`."""
-        weights = column_weights * self.heads.problem.damping
+        weights = column_weights * self.heads.problem.damping / self.totals[step]
         self.terms.append((step, weights))
-        sums = [self.normalised(rows, scores, step).mul_(weights).sum(2, keepdim=True) for rows, scores in self]
+        sums = [torch.bmm(self.exponentials(rows, step), weights.transpose(1, 2)) for rows in self.spans]
         passed = torch.cat(sums, 1).neg_()
         return passed if row_weights is None else passed.add_(row_weights)
 
-    def scores_gradient(self, rows: slice, scores: Tensor, weighted: Tensor) -> Tensor:
+    def scores_gradient(self, rows: slice, weighted: Tensor) -> Tensor:
         """dL/dC of a block from P * dL/dP, which is overwritten, by the terms that were noted."""
         for step, weights in self.terms:
             block = weights[:, rows] if step % 2 == 0 else weights
-            weighted.sub_(self.normalised(rows, scores.clone(), step).mul_(block))
+            weighted.addcmul_(self.exponentials(rows, step), block, value=-1)
         return weighted
 
 
@@ -157,8 +164,8 @@ def log_domain_forward(heads: Heads, group: Group, dtype: torch.dtype, block_row
     """The result of some heads: attention (heads, n, d_v), or the coupling of given scores (heads, n, m)."""
     maps, parts = LogDomainMap(heads, group, dtype, block_rows), []
     value = heads.values(group, dtype) if heads.value is not None else None
-    for rows, scores in maps:
-        coupling = maps.coupling(rows, scores)
+    for rows in maps.spans:
+        coupling = maps.coupling(rows)
         dropout = heads.dropout(group, rows, dtype)
         if dropout is not None:
             coupling.mul_(dropout)
@@ -182,9 +189,9 @@ def log_domain_backward(
         dropout = heads.dropout(group, rows, dtype)
         return product if dropout is None else product.mul_(dropout)
 
-    row_sums, column_sums = [], torch.zeros_like(maps.others[0])
-    for rows, scores in maps:
-        coupling = maps.coupling(rows, scores)
+    row_sums, column_sums, kept_weighted = [], torch.zeros_like(maps.others[0]), None
+    for rows in maps.spans:
+        coupling = maps.coupling(rows)
         weighted = weigh(rows, coupling)
         row_sums.append(weighted.sum(2, keepdim=True))
         column_sums += weighted.sum(1, keepdim=True)
@@ -192,10 +199,11 @@ def log_domain_backward(
             dropout = heads.dropout(group, rows, dtype)
             kept = coupling if dropout is None else coupling.mul_(dropout)
             torch.baddbmm(parts[2], kept.transpose(1, 2), d_out[:, rows], beta=int(rows.start > 0), out=parts[2])
+        kept_weighted = weighted if len(maps.spans) == 1 else None
     reverse_half_steps(maps, heads.n_iters, heads.problem.detached, torch.cat(row_sums, 1), column_sums)
-    for rows, scores in maps:
-        weighted = weigh(rows, maps.coupling(rows, scores.clone()))
-        d_scores = maps.scores_gradient(rows, scores, weighted)
+    for rows in maps.spans:
+        weighted = weigh(rows, maps.coupling(rows)) if kept_weighted is None else kept_weighted
+        d_scores = maps.scores_gradient(rows, weighted)
         if value is None:
             parts[0][:, rows] = d_scores
         else:
