@@ -11,13 +11,15 @@ from rich.console import Console
 
 from ..command import finish
 from ..errors import RunError
-from . import attention, counts
+from . import attention, counts, estimate
 from .cases import CASES, QUICK_CASES, Case
 from .results import Row, draw, exponents, plain_table, rows_of, write_csv
 from .steps import MODELS, VARIANTS
 from .worker import in_new_process
 
-TABLES = ("attention", "growth", "libraries", "comparators", "steps", "oversubscribed", "counts")
+TABLES = ("attention", "growth", "libraries", "comparators", "steps", "oversubscribed", "counts", "estimate")
+#: Those that count and measure nothing.
+COUNTED = {"counts": counts.run, "estimate": estimate.run}
 COMPARATORS = ("softmax", "sinkhorn", "unbalanced_sinkhorn", "l2", "sinkhorn_l2", "sigmoid", "esp", "lot")
 
 
@@ -37,11 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             if name not in TABLES:
                 raise RunError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
-        if options.device == "cuda" and set(names) - {"attention", "growth", "comparators", "counts"}:
-            raise RunError("on CUDA there are attention, growth, comparators and counts; name them")
-        if "counts" in names:
-            counts.run(options, console)
-        timed_names = [name for name in names if name != "counts"]
+        if options.device == "cuda" and set(names) - {"attention", "growth", "comparators", *COUNTED}:
+            raise RunError("on CUDA there are attention, growth, comparators, counts and estimate; name them")
+        for name in names:
+            if name in COUNTED:
+                COUNTED[name](options, console)
+        timed_names = [name for name in names if name not in COUNTED]
         rows = [row for name in timed_names for row in RUNS[name](options, console)]
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
