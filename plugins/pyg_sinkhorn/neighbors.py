@@ -1,6 +1,7 @@
-"""Nearest neighbours and farthest-point sampling of batched, possibly ragged point clouds, in plain torch.
+"""Nearest neighbours and farthest-point sampling of batched, possibly ragged point clouds.
 
-torch_geometric's own `knn` and `fps` need the compiled pyg-lib. Indices carry no gradient.
+In plain torch, but for a kernel of Triton's on GPUs (sampling_kernel.py); torch_geometric's own `knn` and `fps` need
+the compiled pyg-lib. Indices carry no gradient.
 """
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 #: Elements of the distance block held at a time: 2²² float32 are 16 MB.
 BLOCK_ELEMENTS = 2**22
+#: Where farthest points are chosen by a kernel of our own, and of how many at most: a program keeps a cloud.
+KERNEL_DEVICES, KERNEL_POINTS = ("cuda",), 4096
 
 
 @torch.no_grad()
@@ -112,16 +115,38 @@ def farthest_point_sample(
 
     # Squared distance to the nearest chosen point; -1 where a point is chosen already or is not real.
     distance = torch.full((batch, n), torch.inf, dtype=points.dtype, device=points.device).masked_fill(~valid, -1.0)
-    picks = [chosen]
-    for _ in range(k - 1):
-        newest = points.gather(1, chosen.view(batch, 1, 1).expand(-1, -1, points.shape[-1]))
-        distance = torch.minimum(distance, (points - newest).square().sum(-1))
-        distance.scatter_(1, chosen.unsqueeze(1), -1.0)
-        chosen = distance.argmax(1)
-        picks.append(chosen)
-    indices = torch.stack(picks, dim=1)
+    indices = _choose(points, chosen, distance, k)
     surplus = torch.arange(k, device=points.device) >= count
     return torch.where(surplus, indices[:, :1], indices)
+
+
+def _choose(points: Tensor, first: Tensor, distance: Tensor, k: int) -> Tensor:
+    """The points chosen, (B, k): on a CUDA device in one launch, once that was seen to choose as the loop does."""
+    suitable = points.dtype == torch.float32 and points.shape[2] == 3 and points.shape[1] <= KERNEL_POINTS
+    if points.device.type not in KERNEL_DEVICES or not suitable or type(points) is not Tensor:
+        return _choose_by_loop(points, first, distance, k)
+    try:
+        from . import sampling_kernel
+    except ImportError:  # no triton: Linux alone has it
+        return _choose_by_loop(points, first, distance, k)
+    known = sampling_kernel.is_known(points)
+    if known:
+        return sampling_kernel.farthest_points(points, first, distance, k)
+    chosen = _choose_by_loop(points, first, distance.clone(), k)
+    if known is None and not (points.is_cuda and torch.cuda.is_current_stream_capturing()):
+        sampling_kernel.prove(points, first, distance, chosen)
+    return chosen
+
+
+def _choose_by_loop(points: Tensor, first: Tensor, distance: Tensor, k: int) -> Tensor:
+    """The same by torch's operations; the distances are overwritten."""
+    picks = [first]
+    for _ in range(k - 1):
+        newest = points.gather(1, picks[-1].view(-1, 1, 1).expand(-1, -1, points.shape[-1]))
+        distance = torch.minimum(distance, (points - newest).square().sum(-1))
+        distance.scatter_(1, picks[-1].unsqueeze(1), -1.0)
+        picks.append(distance.argmax(1))
+    return torch.stack(picks, dim=1)
 
 
 def gather_points(x: Tensor, indices: Tensor) -> Tensor:

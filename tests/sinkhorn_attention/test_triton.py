@@ -18,16 +18,16 @@ pytest.importorskip("triton", reason="the triton package is not installed; it co
 @pytest.mark.parametrize(
     ("names", "chosen"),
     [
-        (("triton_kernels", "proof", "properties"), "triton"),
-        (("engines",), "triton and not tiles"),
-        (("engines",), "triton and tiles"),
+        (("test_triton_kernels", "test_proof", "test_properties", "../pyg_sinkhorn/test_sampling_kernel"), "triton"),
+        (("test_engines",), "triton and not tiles"),
+        (("test_engines",), "triton and tiles"),
     ],
 )
 def test_kernels_in_the_interpreter(names: tuple[str, ...], chosen: str) -> None:
     """In a process of its own: Triton decides at import whether it compiles, for the whole process."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     folder = Path(__file__).parent
-    tests = [str(folder / f"test_{name}.py") for name in names]
+    tests = [str(folder / f"{name}.py") for name in names]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run([*command, "-k", chosen, *tests], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-20000:] + run.stderr[-5000:]
