@@ -35,6 +35,8 @@ class TrainerConfig:
 
     max_epochs: int = MISSING
     precision: str = "32"
+    matmul_precision: str = "high"
+    compile: bool = False
     accelerator: str = "auto"
     threads: int | None = None
     devices: int = 1

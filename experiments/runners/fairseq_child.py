@@ -53,6 +53,7 @@ from .fairseq_events import (
     parse_plainly,
     write_log,
 )
+from .products import set_matmul_precision
 
 INITIAL, BEST, LAST, PREVIOUS, NEW = (
     f"checkpoint_{name}.pt" for name in ("initial", "best", "last", "previous", "new")
@@ -74,6 +75,7 @@ class Settings:
     Attributes:
         every_n_steps: also save within epochs, every so many updates.
         deterministic: deterministic algorithms only.
+        matmul_precision: of float32 products on a GPU.
         threads: of torch, None leaves them to torch.
         keep_initial: evaluate and keep the weights that the training begins with, as epoch 0.
         restart_epoch: begin the epoch of the checkpoint anew.
@@ -87,6 +89,7 @@ class Settings:
 
     every_n_steps: int | None = None
     deterministic: bool = False
+    matmul_precision: str = "high"
     threads: int | None = None
     keep_initial: bool = False
     restart_epoch: bool = False
@@ -384,6 +387,8 @@ def train_process(cfg: Any, settings: dict[str, Any]) -> None:
         torch.set_num_threads(own.threads)
     # fairseq was not written for it: what has no deterministic kernel on a GPU is told in the log.
     torch.use_deterministic_algorithms(own.deterministic, warn_only=True)
+    on_gpu = torch.cuda.is_available() and not cfg.common.cpu
+    set_matmul_precision(torch.device("cuda" if on_gpu else "cpu"), own.matmul_precision)
     training = Training(own)
     try:
         with explained():

@@ -18,6 +18,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from ..errors import RunError
 from ..seeding import stream_seed
+from .products import MATMUL_PRECISIONS
 
 Config = Mapping[str, Any]
 
@@ -104,6 +105,7 @@ def settings(config: Config, initial: Path | None = None) -> dict[str, Any]:
         "keep_initial": initial is not None or config["protocol"]["initial"],
         "every_n_steps": trainer["checkpoint_every_n_steps"],
         "deterministic": trainer["deterministic"],
+        "matmul_precision": trainer.get("matmul_precision", "high"),
         "threads": trainer["threads"],
         "test": config["protocol"]["test"],
         "eval_max_tokens": _eval_sizes(config["data"])["max_tokens"],
@@ -131,6 +133,7 @@ def score_request(config: Config, checkpoints: Mapping[int, Path], split: str) -
         "threads": trainer["threads"],
         "accelerator": trainer["accelerator"],
         "deterministic": trainer["deterministic"],
+        "matmul_precision": trainer.get("matmul_precision", "high"),
     }
 
 
@@ -271,6 +274,11 @@ def _validation(config: Config) -> dict[str, str]:
 
 
 def _precision(trainer: Config) -> dict[str, str]:
+    if trainer.get("matmul_precision", "high") not in MATMUL_PRECISIONS:
+        wrong, known = trainer["matmul_precision"], ", ".join(MATMUL_PRECISIONS)
+        raise RunError(f"trainer.matmul_precision={wrong}: it is one of {known}")
+    if trainer.get("compile", False):
+        raise RunError("trainer.compile=true: fairseq's models are not compiled; leave it false")
     if trainer["strategy"] != "auto":
         raise RunError(f"trainer.strategy={trainer['strategy']}: fairseq's runs know auto (data parallel) alone")
     if trainer["accelerator"] not in ("auto", "cpu", "gpu", "cuda"):

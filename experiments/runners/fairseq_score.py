@@ -14,6 +14,7 @@ from sacrebleu.metrics import BLEU
 
 from ..files import check_sums
 from .fairseq_events import FairseqError, emit, end_with_parent, explained, keep_digits, numbers, write_log
+from .products import set_matmul_precision
 
 
 class Scored:
@@ -111,6 +112,7 @@ def main() -> None:
         keep_digits()
         torch.use_deterministic_algorithms(request["deterministic"], warn_only=True)
         device = _device(request["accelerator"])
+        set_matmul_precision(device, request["matmul_precision"])
         made: dict[str, Any] = {}
         signature = None
         for number, path in request["checkpoints"].items():

@@ -34,6 +34,7 @@ from .classifier import Classifier
 from .columns import ColumnSums, recorded_batch
 from .finite import FiniteNumbers
 from .origin import Origin
+from .products import set_matmul_precision
 from .recorder import Recorder, close_failed, close_loggers, make_loggers
 from .run_dir import RUN_FOLDER, RunDir, read_record
 from .stopping import TERMINATED, exit_on_signals, left_to_the_main_process, processes
@@ -126,9 +127,14 @@ def prepare(config: Config, run: RunDir, begin: Origin | None = None) -> Plan:
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
         )
+        set_matmul_precision(trainer.strategy.root_device, settings.get("matmul_precision", "high"))
         _check_shares(data, module, trainer)
     with explained("model", config["model"]):
         _try_out(module, data, trainer)
+    if settings.get("compile", False):
+        if columns is not None:
+            raise RunError("trainer.compile=true: columns.every records inside attention, which a compiled model hides")
+        module.model.compile()  # in place: its weights keep their names
     return Plan(config, data, module, trainer, recorder, numbers, checkpoints, columns)
 
 
@@ -448,7 +454,7 @@ def evaluator(config: Config) -> L.Trainer:
         RunError: where the environment would change it.
     """
     refuse_environment()
-    return L.Trainer(
+    trainer = L.Trainer(
         accelerator=config["trainer"]["accelerator"],
         devices=1,
         precision=PRECISIONS[config["trainer"]["precision"]],  # type: ignore[arg-type]
@@ -459,6 +465,9 @@ def evaluator(config: Config) -> L.Trainer:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
+    precision = config["trainer"].get("matmul_precision", "high")  # which older runs do not name
+    set_matmul_precision(trainer.strategy.root_device, precision)
+    return trainer
 
 
 def count_parameters(module: torch.nn.Module) -> int:

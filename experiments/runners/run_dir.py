@@ -78,6 +78,8 @@ USUAL: dict[str, Any] = {
     "plugins": [],
     "protocol.mean_over": "samples",
     "protocol.initial": False,
+    "trainer.matmul_precision": "high",
+    "trainer.compile": False,
 }
 # Environment variable by which the first process of a run tells the run's folder to those that it starts.
 RUN_FOLDER = "SINKFORMER_RUN_FOLDER"

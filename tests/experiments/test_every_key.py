@@ -172,6 +172,8 @@ CHANGES: dict[str, Any] = {
     "trainer.accelerator": "gpu",
     "trainer.checkpoint_every_n_steps": 2,
     "trainer.gradient_clip_norm": 1e-3,
+    "trainer.compile": True,
+    "trainer.matmul_precision": "highest",
     "trainer.precision": "64",
     "trainer.strategy": "ddp",
     "trainer.threads": 2,
@@ -305,6 +307,9 @@ class Watched:
             self.seen.append(log.lines)
             add_timing(log, *numbers)
 
+        # A CPU's products stay as they are, and compiling takes a minute: test_products.py has both.
+        monkeypatch.setattr(lightning, "set_matmul_precision", lambda device, precision: self.seen.append(precision))
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda module: self.seen.append("compiled"))
         monkeypatch.setattr(RunLog, "add_timing", timing)
         monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save_checkpoint)
         monkeypatch.setattr(DataModule, "_loader", make_loader)
