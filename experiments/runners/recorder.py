@@ -72,13 +72,25 @@ class RunLog:
         self._write_table()
         tell(loggers, partial(_log, row))
 
-    def add_timing(self, epoch: int, step: int, epochs: int, seconds: float, samples: int) -> None:
-        """Writes how long an epoch of `samples` took, after its rows were added, and its line where lines are asked."""
-        timing = {
+    def add_timing(
+        self, epoch: int, step: int, epochs: int, seconds: float, samples: int, waited: float | None = None
+    ) -> None:
+        """Writes how long an epoch of `samples` took, after its rows were added, and its line where lines are asked.
+
+        Args:
+            epoch: that has ended.
+            step: of the optimizer.
+            epochs: of the whole training.
+            seconds: of the epoch.
+            samples: trained on in it.
+            waited: seconds of them in which the training waited for data, where that is known.
+        """
+        timing: dict[str, Any] = {
             "epoch": epoch,
             "step": step,
             "seconds": round(seconds, 4),
             "samples_per_second": round(samples / seconds, 1),
+            **({} if waited is None else {"waited_for_data": round(waited / seconds, 4)}),
             "ended": datetime.now(UTC).isoformat(timespec="milliseconds"),
         }
         append_line(self.folder / "timing.jsonl", timing)
@@ -102,7 +114,7 @@ class Recorder(RunLog, Callback):
 
     def __init__(self, folder: Path, split: str, table: bool, lines: bool) -> None:
         super().__init__(folder, split, table, lines)
-        self._epoch_start = 0.0
+        self._epoch_start = self._waits_since = self._waited = 0.0
         self._samples = 0
         self._log = Lines()
 
@@ -113,10 +125,19 @@ class Recorder(RunLog, Callback):
         self.rows = list(state_dict["rows"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._epoch_start, self._samples = time.perf_counter(), 0
+        self._begin_epoch()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._epoch_start, self._samples = time.perf_counter(), 0
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._epoch_start = self._waits_since = time.perf_counter()
+        self._samples, self._waited = 0, 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._waited += time.perf_counter() - self._waits_since
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -124,6 +145,7 @@ class Recorder(RunLog, Callback):
         sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]
         assert isinstance(sampler, BatchSampler)
         self._samples += sampler.samples(batch_idx)
+        self._waits_since = time.perf_counter()
         self._tell(trainer, "batch", batch_idx, trainer.num_training_batches)
 
     def on_validation_batch_end(
@@ -156,7 +178,7 @@ class Recorder(RunLog, Callback):
             else:  # every process knows the rows, by which the best epoch is chosen; the first one writes them
                 self.rows.append(row)
         if trainer.is_global_zero:
-            self.add_timing(epoch, step, trainer.max_epochs or epoch, seconds, self._samples)
+            self.add_timing(epoch, step, trainer.max_epochs or epoch, seconds, self._samples, self._waited)
 
 
 def make_loggers(config: dict[str, Any], folder: Path, digest: str, step: int) -> list[Logger]:

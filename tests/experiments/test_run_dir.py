@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import shlex
 import signal
+import time
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,6 +17,7 @@ from experiments.config import compose, resolve
 from experiments.data import base
 from experiments.errors import Diverged, RunError
 from experiments.runners import checkpoints, classifier, run_dir
+from experiments.train import execute
 
 
 @pytest.fixture
@@ -208,6 +210,7 @@ def test_result_comes_last_and_times_stay_out_of_metrics(finished, rows):
     timing = [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in timing] == [1, 2, 3]
     assert all(row["seconds"] > 0 and row["samples_per_second"] > 0 for row in timing)
+    assert all(0 < row["waited_for_data"] < 1 for row in timing)
     kept = {path.name for path in (folder / "checkpoints").iterdir()}
     assert kept == {result[place]["checkpoint"].removeprefix("checkpoints/") for place in ("best", "last")}
 
@@ -340,3 +343,19 @@ def test_checkpoint_names_need_no_quoting():
     name = checkpoints.checkpoint_name(123)
     assert run_dir.override("label", name) == f"label={name}"
     assert shlex.quote(name) == name
+
+
+def test_the_share_of_an_epoch_that_waits_for_data_is_in_its_timing(runs, monkeypatch):
+    """Data that take 0.1 s a batch, which the training does not."""
+    monkeypatch.setattr(base, "Shares", SlowShares)
+    folder = execute(compose(runs.overrides("attention=sinkhorn")), []).folder
+    timing = [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
+    assert all(row["waited_for_data"] * row["seconds"] > 4 * 0.1 for row in timing)
+
+
+class SlowShares(base.Shares):
+    """Batches that come late."""
+
+    def __getitem__(self, index):
+        time.sleep(0.1)
+        return super().__getitem__(index)
