@@ -25,6 +25,8 @@ from .cells import Results, analyse
 from .claims import Finding, findings
 from .collect import NOT_SEARCHED, RUN_FILES, Problem, collect, path_words
 from .cost import TIMING
+from .document import write
+from .exported import export
 from .page import View, result_tables, verdict_lines, write_files
 from .published import load_paper, published_for
 from .readme import results_table
@@ -52,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "paths", nargs="*", type=Path, default=[Path("runs")], metavar="PATH", help="runs, or folders of runs (runs)"
     )
     parser.add_argument("--out", type=Path, help="folder of the report (report/ beside the runs)")
+    parser.add_argument(
+        "--export", type=Path, metavar="FOLDER", help="only add the runs to a CSV file for each experiment in there"
+    )
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="only write the tables in a Markdown document anew")
     parser.add_argument("--readme", action="store_true", help="only print a table of results in Markdown")
     parser.add_argument(
         "--watch",
@@ -70,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.readme:
             return _readme(options.paths)
+        if options.docs is not None:
+            return _document(options.paths, options.docs)
+        if options.export is not None:
+            return _export(options.paths, options.export)
         with explain_full_disk("the page and its files are each the new one or the one before"):
             if options.watch is not None:
                 return _watch(options.paths, options.out, options.watch, console)
@@ -77,6 +87,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, RunError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
+
+
+def _document(paths: Sequence[Path], document: Path) -> int:
+    runs, problems = collect(paths)
+    if not runs:
+        print(_nothing(paths, problems), file=sys.stderr)
+        return 1
+    experiments = sorted({run.experiment for run in runs})
+    reported = [analyse(name, [run for run in runs if run.experiment == name], []) for name in experiments]
+    print(f"{path_words(document)}: tables of {write(document, reported)} experiments")
+    return 0
+
+
+def _export(paths: Sequence[Path], folder: Path) -> int:
+    runs, problems = collect(paths)
+    if not runs:
+        print(_nothing(paths, problems), file=sys.stderr)
+        return 1
+    for path, count in export(runs, folder).items():
+        print(f"{path_words(path)}: {count} runs")
+    return 0
 
 
 def _report(paths: Sequence[Path], out: Path | None, console: Console, refresh: int | None = None) -> int:

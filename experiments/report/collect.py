@@ -163,12 +163,14 @@ def collect(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
 
     Args:
         paths: run folders, folders of run folders at any depth, or files in a run folder; also wandb's offline runs, or
-            folders of them (those within a run's folder are copies of it, and are not looked at).
+            folders of them (those within a run's folder are copies of it, and are not looked at); also the CSV files
+            that `--export` writes.
 
     Returns:
         The runs that count, and everything that does not.
     """
-    from .offline import read_offline  # which needs this module
+    from .exported import read_export  # which need this module
+    from .offline import read_offline
 
     runs: list[Run] = []
     problems: list[Problem] = []
@@ -180,6 +182,10 @@ def collect(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
             if (real := folder.resolve()) in seen:
                 continue
             seen.add(real)
+            if folder.is_file():
+                exported, unreadable = read_export(folder)
+                runs, problems = runs + exported, problems + unreadable
+                continue
             found = read_offline(folder) if is_offline(folder) else read_run(folder)
             if isinstance(found, Run):
                 runs.append(found)
@@ -194,13 +200,18 @@ def is_offline(folder: Path) -> bool:
 
 
 def find_runs(path: Path) -> tuple[list[Path], list[Problem]]:
-    """The run folders at or below a path, sorted, and what could not be searched."""
+    """The run folders and files of exported runs at or below a path, sorted, and what could not be searched."""
+    from .exported import is_export
+
     if not path.exists():
         return [], [Problem(path, "", "missing", "there is nothing at this path")]
     if path.is_file():
         if path.name in RUN_FILES:
             return [path.parent], []
-        return [], [Problem(path, "", "unreadable", f"a file of a run is one of {', '.join(RUN_FILES)}")]
+        if is_export(path):
+            return [path], []
+        known = f"{', '.join(RUN_FILES)}, or a CSV file that --export wrote"
+        return [], [Problem(path, "", "unreadable", f"a file of a run is one of {known}")]
     problems: list[Problem] = []
 
     def note(error: OSError) -> None:
@@ -214,6 +225,7 @@ def find_runs(path: Path) -> tuple[list[Path], list[Problem]]:
             folders.clear()
             continue
         visited.add(real)
+        found += [Path(place, name) for name in files if is_export(Path(place, name))]
         if {RESULT, CARD, CONFIG} & set(files) or is_offline(Path(place)):
             found.append(Path(place))
             folders.clear()
@@ -229,7 +241,7 @@ def read_run(folder: Path) -> Run | Problem:
         experiment = _text(card, "experiment", CARD)
         if not (folder / RESULT).exists():
             diverged = card.get("state") == "diverged"
-            return _diverged(folder, card) if diverged else _unfinished(folder, experiment, card)
+            return diverged_run(folder, card) if diverged else _unfinished(folder, experiment, card)
         result = _mapping(_json(folder / RESULT), RESULT)
         return run_of(folder, card, result)
     except Unreadable as error:
@@ -284,8 +296,14 @@ def run_of(
     )
 
 
-def _diverged(folder: Path, card: Mapping[str, Any]) -> Run:
-    """A run that stopped because it diverged: it counts, and ranks below every other."""
+def diverged_run(
+    folder: Path,
+    card: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    rows: tuple[Mapping[str, Any], ...] | None = None,
+    best_epoch: int | None = None,
+) -> Run:
+    """A run that stopped because it diverged: it counts, and ranks below every other; see `run_of`."""
     experiment = _text(card, "experiment", CARD)
     settings, attention = _settings(card)
     translates = any(key.startswith("data.generation.") for key in settings)
@@ -298,13 +316,14 @@ def _diverged(folder: Path, card: Mapping[str, Any]) -> Run:
         split=_split(card),
         chosen=math.nan,
         last=math.nan,
-        best_epoch=_finished_epochs(folder),
+        best_epoch=_finished_epochs(folder) if best_epoch is None else best_epoch,
         last_epoch=_whole(settings, "trainer.max_epochs", f"identity in {CARD}"),
         selected_on=str(settings.get("protocol.select_on", "val")),
         selected_by=str(settings.get("protocol.metric", "accuracy")),
         finished=_finished(card),
         card=card,
-        protocol=_protocol(folder, None) if experiment.endswith(OFFICIAL) else None,
+        protocol=_protocol(folder, config) if experiment.endswith(OFFICIAL) else None,
+        rows=rows,
         quantity=BLEU if translates else ACCURACY,
     )
 

@@ -24,6 +24,9 @@ class Pace:
 
 def read_pace(run: Run) -> Pace | None:
     """A run's pace; None where its timing is missing or damaged. Of an epoch that was repeated the last time counts."""
+    if "pace" in run.card:  # of an exported run
+        pace: Pace | None = run.card["pace"]
+        return pace
     epochs: dict[int, tuple[float, float]] = {}
     try:
         for line in (run.folder / TIMING).read_text(encoding="utf-8").splitlines():
