@@ -72,7 +72,9 @@ def list_files(root: str | Path | None, suffixes: Collection[str], kind: str) ->
 
 def _folder(root: str | Path | None, kind: str) -> Path:
     if root is None:
-        raise RunError(f"data.root is missing: give data.root=FOLDER, the folder with a folder of {kind} for each class")
+        raise RunError(
+            f"data.root is missing: give data.root=FOLDER, the folder with a folder of {kind} for each class"
+        )
     path = Path(root)
     if path.is_file():
         raise RunError(f"data.root={root} is a file: give the folder with the class folders; an archive unpacked")
@@ -89,8 +91,8 @@ def _entries(folder: Path, root: Path) -> list[os.DirEntry[str]]:
         # Bytes that are no UTF-8 are surrogates here; tables of names have a line each.
         if any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in entry.name):
             raise RunError(
-                f"data.root={_shown(root)}: the name {entry.name!r} in {_shown(folder)} is no UTF-8, or has line breaks "
-                "or control characters: rename it"
+                f"data.root={_shown(root)}: the name {entry.name!r} in {_shown(folder)} is no UTF-8, or has line "
+                "breaks or control characters: rename it"
             )
     return entries
 
