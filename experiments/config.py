@@ -138,11 +138,17 @@ def register() -> None:
     optimizer/adam of its own. Such schemas of our groups are taken out.
     """
     OmegaConf.register_new_resolver("standin_source", standin_source, replace=True)
+    OmegaConf.register_new_resolver("point_features", _point_features, replace=True)
     store = ConfigStore.instance()
     store.store(name="shape", node=Config)
     for group in CONFIGS.iterdir():
         if group.is_dir() and group.name != "hydra":
             store.repo.pop(group.name, None)
+
+
+def _point_features(normals: bool) -> int:
+    """Numbers of each point that a model is given: its coordinates, and those of its normal."""
+    return 6 if normals else 3
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ..progress import tracked
 from .archives import read_members
 from .base import SPLITS, DataModule, data_folder, hash_arrays, prepare_command, stratified_split
 from .fractions import nested_order, subset_size
-from .photos import PhotoBatches, PhotoError, PhotoStore, check_cache, decode, no_photos
+from .photos import PhotoBatches, PhotoStore, check_settings, copies, examine, no_photos
 
 #: Changes whenever the prepared files of the same source would, or the pixels that are read from them.
 FORMAT = 2
@@ -123,7 +123,7 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
     try:
         with open(temporary, "wb") as file:
             work = Parallel(n_jobs=jobs, return_as="generator")(
-                delayed(_examine)(name, content) for name, content in _members(root, source)
+                delayed(examine)(name, content) for name, content in _members(root, source)
             )
             console = Console(stderr=True, quiet=quiet)
             for name, content, reason in tracked(work, "decoding photographs", console=console):
@@ -142,7 +142,9 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
                 entries[short] = _Entry(label, places[digest], len(content), digest)
             file.flush()
             os.fsync(file.fileno())
-        for names, reason in _copies(entries):
+        known = {name: entry.label for name, entry in entries.items()}
+        digests = {name: entry.digest for name, entry in entries.items()}
+        for names, reason in copies(known, digests, "the same photograph is a cat and a dog"):
             for name in names:
                 del entries[name]
                 errors[name] = reason
@@ -174,24 +176,6 @@ def _pack(root: Path, source: Path, jobs: int, quiet: bool) -> Index:
     return index
 
 
-def _copies(entries: dict[str, _Entry]) -> list[tuple[list[str], str]]:
-    """Of photographs that are the same byte for byte the names that are left out, and why: all but the first by name.
-
-    Where one is called a cat and another a dog, nobody knows what it is, and none of them stays.
-    """
-    same: dict[str, list[str]] = {}
-    for name in sorted(entries):
-        same.setdefault(entries[name].digest, []).append(name)
-    left_out = []
-    for names in same.values():
-        first, *others = names
-        if len({entries[name].label for name in names}) > 1:
-            left_out.append((names, f"the same photograph is a cat and a dog: {', '.join(names)}"))
-        elif others:
-            left_out.append((others, f"the same photograph as {first}, which counts once"))
-    return left_out
-
-
 def _members(root: Path, source: Path) -> Iterator[tuple[str, bytes]]:
     """Names and contents of a source's files, those of an archive within it too, but for the unlabelled ones."""
 
@@ -210,14 +194,6 @@ def _members(root: Path, source: Path) -> Iterator[tuple[str, bytes]]:
             yield from read_members(inner, wanted, f"{source}: {name}")
         finally:
             inner.unlink(missing_ok=True)
-
-
-def _examine(name: str, content: bytes) -> tuple[str, bytes, str | None]:
-    try:
-        decode(content)
-    except PhotoError as error:
-        return name, content, str(error)
-    return name, content, None
 
 
 def label_of(path: PurePosixPath) -> int | None:
@@ -303,15 +279,7 @@ class CatsDogs(DataModule):
         train_on: Sequence[str],
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers, train_on)
-        check_cache(cache)
-        if img_size < 1:
-            raise ValueError(f"data.img_size must be at least 1; got {img_size}")
-        if crop_scale is not None and not (len(crop_scale) == 2 and 0 < crop_scale[0] <= crop_scale[1] <= 1):
-            raise ValueError(f"data.crop_scale must be two shares, least and most, or null; got {crop_scale}")
-        if eval_crops and crop_scale is None:
-            raise ValueError("data.eval_crops=true needs data.crop_scale")
-        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise ValueError(f"data.mean and data.std need three entries, std positive ones; got {mean} and {std}")
+        check_settings(img_size, crop_scale, eval_crops, mean, std, cache)
         self.root = data_folder(folder) / "cats_dogs"
         index = read_index(self.root)
         if index is None:

@@ -44,10 +44,11 @@ def normalize_cloud(points: Tensor, how: str) -> Tensor:
 
 
 class CloudArrays(Dataset[Batch]):
-    """Clouds as batches (points (B, num_points, 3) float32, labels (B,)).
+    """Clouds as batches (points (B, num_points, 3) float32, labels (B,)); (B, num_points, 6) with normals.
 
     Args:
-        points: (n, stored, 3), float32, in a frame of each cloud's own.
+        points: (n, stored, 3), float32, in a frame of each cloud's own; (n, stored, 6) with unit normals, which turn
+            and stretch with the points.
         center: (n, 3), and
         scale: (n,), which lead back to the meshes' coordinates: points * scale + center.
         labels: (n,), integer classes.
@@ -90,11 +91,14 @@ class CloudArrays(Dataset[Batch]):
         return torch.stack([self._cloud(key) for key in keys]), labels
 
     def _cloud(self, key: SampleKey) -> Tensor:
-        points = self.points[key.sample][self._chosen(key)].double()
+        chosen = self.points[key.sample][self._chosen(key)].double()
+        points, normals = chosen[:, :3], chosen[:, 3:]
         if self.normalize != "none":
             points = points * self.scale[key.sample] + self.center[key.sample]
         points = normalize_cloud(points, self.normalize)
-        return (self._augmented(points, key) if self.training else points).float()
+        if self.training:
+            points, normals = self._augmented(points, normals, key)
+        return torch.cat([points, normals], dim=1).float()
 
     def _chosen(self, key: SampleKey) -> Tensor:
         if not self.training:
@@ -103,19 +107,29 @@ class CloudArrays(Dataset[Batch]):
         order = torch.randperm(self.points.shape[1], generator=generator(f"{self.draw} points", *about))
         return order[: self.num_points]
 
-    def _augmented(self, points: Tensor, key: SampleKey) -> Tensor:
+    def _augmented(self, points: Tensor, normals: Tensor, key: SampleKey) -> tuple[Tensor, Tensor]:
         random = generator("augment", key.seed, key.epoch, key.sample)
         angle, *factors = torch.rand(4, generator=random, dtype=torch.float64)
         if self.rotate:
             angle = (2 * angle - 1) * self.rotate * torch.pi
-            cosine, sine = angle.cos(), angle.sin()
-            x, y, z = points.unbind(1)
-            points = torch.stack([cosine * x - sine * y, sine * x + cosine * y, z], dim=1)
+            points, normals = _turned(points, angle), _turned(normals, angle)
         if self.stretch != 1:
-            points = points * (1 / self.stretch + torch.stack(factors) * (self.stretch - 1 / self.stretch))
+            stretch = 1 / self.stretch + torch.stack(factors) * (self.stretch - 1 / self.stretch)
+            points = points * stretch
+            if normals.shape[1]:
+                normals = torch.nn.functional.normalize(normals / stretch, dim=1)
         if self.jitter:
             points = points + self.jitter * torch.randn(points.shape, generator=random, dtype=torch.float64)
-        return points
+        return points, normals
+
+
+def _turned(vectors: Tensor, angle: Tensor) -> Tensor:
+    """Vectors (n, 3) turned about z; (n, 0) as they are."""
+    if not vectors.shape[1]:
+        return vectors
+    cosine, sine = angle.cos(), angle.sin()
+    x, y, z = vectors.unbind(1)
+    return torch.stack([cosine * x - sine * y, sine * x + cosine * y, z], dim=1)
 
 
 class CloudData(DataModule):
@@ -192,21 +206,22 @@ class CloudData(DataModule):
             "stretch": stretch,
             "jitter": jitter,
         }
+        self.places = self._divided(val_size, split_seed)
         with h5py.File(path) as file:
-            labels, names = file["train/label"][()], file["train/name"][()]
-            test_names = file["test/name"][()]
-        parts = stratified_split(labels, {"val": val_size}, split_seed)
-        self.places = {split: ("train", rows) for split, rows in parts.items()}
-        self.places["test"] = ("test", np.arange(len(test_names)))
-        self._names = {
-            split: {"train": names, "test": test_names}[part][rows] for split, (part, rows) in self.places.items()
-        }
+            self._names = {split: file[f"{part}/name"][()][rows] for split, (part, rows) in self.places.items()}
         if drop_trailing and min(self.sizes.values()) <= max(batch_size, eval_batch_size):
             sizes = ", ".join(f"{size} {split}" for split, size in self.sizes.items())
             raise ValueError(
                 f"data.drop_trailing leaves nothing of a split in batches of "
                 f"{batch_size} and {eval_batch_size} ({sizes})"
             )
+
+    def _divided(self, val_size: int, split_seed: int) -> dict[str, tuple[str, np.ndarray]]:
+        """The part of the file in which each split lies, and its rows there."""
+        with h5py.File(self.path) as file:
+            labels, tested = file["train/label"][()], len(file["test/label"])
+        parts = stratified_split(labels, {"val": val_size}, split_seed)
+        return {split: ("train", rows) for split, rows in parts.items()} | {"test": ("test", np.arange(tested))}
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -231,7 +246,7 @@ class CloudData(DataModule):
         with h5py.File(self.path) as file:
             return {
                 part: {name: file[part][name][()] for name in ("points", "center", "scale", "label")}
-                for part in ("train", "test")
+                for part in {part for part, _ in self.places.values()}
             }
 
     def dataset(self, splits: Sequence[str], augment: bool = False) -> Dataset[Batch]:

@@ -11,7 +11,7 @@ import os
 import shutil
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -28,11 +28,13 @@ from ..files import sync_folder, write_atomic
 from ..progress import tracked
 from ..seeding import stream_seed
 from .archives import UNREADABLE
-from .off import OffError, read_off, sample_surface
+from .off import OffError, Samples, read_off, sample_surface
 
 #: Changes whenever the points of the same meshes would.
 FORMAT = 1
 SPLITS = ("train", "test")
+#: Points of a file: from its content, its name for messages, their number and a seed.
+Sampler = Callable[[bytes, str, int, int], Samples]
 
 
 class MeshFile(NamedTuple):
@@ -149,6 +151,47 @@ def prepare_clouds(
     if expected is not None and found != dict(expected):
         raise RunError(f"{source} holds {_counted(found)} instead of {_counted(expected)}: it is not complete")
     key = _key(meshes, num_points, seed)
+    return sample_files(
+        source, target, meshes, key, sample_off, num_points, seed, jobs=jobs, shard_size=shard_size, quiet=quiet
+    )
+
+
+def sample_off(content: bytes, name: str, num_points: int, seed: int) -> Samples:
+    """Points of an OFF file."""
+    return sample_surface(read_off(content, name), num_points, seed)
+
+
+def sample_files(
+    source: Path,
+    target: Path,
+    meshes: Sequence[MeshFile],
+    key: str,
+    sampler: Sampler,
+    num_points: int,
+    seed: int,
+    *,
+    splits: Sequence[str] = SPLITS,
+    features: int = 3,
+    jobs: int | None = None,
+    shard_size: int = 64,
+    quiet: bool = False,
+) -> CloudReport:
+    """`prepare_clouds` of listed files of any format.
+
+    Args:
+        source: zip archive or folder.
+        target: the HDF5 file.
+        meshes: the files, sorted by split.
+        key: hash of all that decides the file's content; a file with the same key is taken as it is.
+        sampler: raises OffError for a file that cannot be read.
+        num_points: points per file.
+        seed: of the sampling.
+        splits: those of the meshes.
+        features: numbers of each point.
+        jobs: processes, None for one per core.
+        shard_size: meshes per shard.
+        quiet: shows no progress.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):
         done = read_report(target)
@@ -163,14 +206,14 @@ def prepare_clouds(
         paths = [parts / f"{number:05d}-{shard_size}.npz" for number in range(len(shards))]
         missing = [(shard, path) for shard, path in zip(shards, paths, strict=True) if not _readable(path)]
         work = Parallel(n_jobs=min(jobs or cpu_count(), max(1, len(missing))), return_as="generator_unordered")(
-            delayed(_sample_shard)(source, shard, path, num_points, seed) for shard, path in missing
+            delayed(_sample_shard)(source, shard, path, sampler, num_points, features, seed) for shard, path in missing
         )
         console = Console(stderr=True, quiet=quiet)
         for _ in tracked(
             work, f"sampling {len(meshes):,} meshes", len(shards), len(shards) - len(missing), console=console
         ):
             pass
-        report = _assemble(target, meshes, paths, num_points, seed, key)
+        report = _assemble(target, meshes, paths, num_points, features, seed, key, splits)
         shutil.rmtree(parts)
     return report
 
@@ -210,18 +253,25 @@ def _opened(source: Path) -> Iterator[zipfile.ZipFile | None]:
         yield archive
 
 
-def _sample_shard(source: Path, meshes: Sequence[MeshFile], path: Path, num_points: int, seed: int) -> None:
+def _sample_shard(
+    source: Path,
+    meshes: Sequence[MeshFile],
+    path: Path,
+    sampler: Sampler,
+    num_points: int,
+    features: int,
+    seed: int,
+) -> None:
     """Samples some meshes and writes them to one file."""
-    points = np.zeros((len(meshes), num_points, 3), np.float32)
+    points = np.zeros((len(meshes), num_points, features), np.float32)
     center, scale = np.zeros((len(meshes), 3)), np.zeros(len(meshes))
     errors, remarks = {}, {}
     with _opened(source) as archive:
         for i, mesh in enumerate(meshes):
             try:
                 content = (source / mesh.member).read_bytes() if archive is None else archive.read(mesh.member)
-                surface = read_off(content, mesh.name)
-                points[i], center[i], scale[i], remark = sample_surface(
-                    surface, num_points, stream_seed(f"mesh {mesh.name}", seed)
+                points[i], center[i], scale[i], remark = sampler(
+                    content, mesh.name, num_points, stream_seed(f"mesh {mesh.name}", seed)
                 )
             except OffError as error:
                 errors[mesh.name] = str(error) if str(error).startswith(mesh.name) else f"{mesh.name}: {error}"
@@ -246,7 +296,14 @@ def _readable(path: Path) -> bool:
 
 
 def _assemble(
-    target: Path, meshes: Sequence[MeshFile], paths: Sequence[Path], num_points: int, seed: int, key: str
+    target: Path,
+    meshes: Sequence[MeshFile],
+    paths: Sequence[Path],
+    num_points: int,
+    features: int,
+    seed: int,
+    key: str,
+    splits: Sequence[str],
 ) -> CloudReport:
     """Puts the shards together, in the meshes' order, without those that could not be read."""
     classes = sorted({mesh.label for mesh in meshes})
@@ -257,7 +314,7 @@ def _assemble(
             notes = json.loads(str(shard["notes"]))
         errors |= notes["errors"]
         remarks |= notes["remarks"]
-    kept = {split: [mesh for mesh in meshes if mesh.split == split and mesh.name not in errors] for split in SPLITS}
+    kept = {split: [mesh for mesh in meshes if mesh.split == split and mesh.name not in errors] for split in splits}
     digest = hashlib.sha256(json.dumps([FORMAT, num_points, classes]).encode())
     temporary = target.with_name(f".{target.name}.tmp")
     with h5py.File(temporary, "w") as file:
@@ -265,10 +322,14 @@ def _assemble(
             group = file.create_group(split)
             group["label"] = np.array([classes.index(mesh.label) for mesh in files], np.int64)
             group.create_dataset("name", data=[mesh.name for mesh in files], dtype=h5py.string_dtype())
-            for name, shape, kind in (("points", (num_points, 3), "f4"), ("center", (3,), "f8"), ("scale", (), "f8")):
+            for name, shape, kind in (
+                ("points", (num_points, features), "f4"),
+                ("center", (3,), "f8"),
+                ("scale", (), "f8"),
+            ):
                 chunks = (1, *shape) if files and shape else None
                 group.create_dataset(name, (len(files), *shape), kind, chunks=chunks)
-        place = dict.fromkeys(SPLITS, 0)
+        place = dict.fromkeys(splits, 0)
         remaining = iter(meshes)
         for path in paths:
             with np.load(path) as shard:

@@ -17,7 +17,7 @@ class Samples(NamedTuple):
     """Points of a surface in a frame of their own: points * scale + center are the mesh's coordinates."""
 
     points: np.ndarray
-    """(n, 3) float32, within the unit sphere."""
+    """(n, 3) float32, within the unit sphere; with normals (n, 6)."""
     center: np.ndarray
     """(3,) float64."""
     scale: float
@@ -93,7 +93,9 @@ def _fan(face: str, name: str) -> list[str]:
     return [f"3 {corners[0]} {corners[i]} {corners[i + 1]}" for i in range(1, len(corners) - 1)]
 
 
-def sample_surface(mesh: trimesh.Trimesh, count: int, seed: int | np.random.Generator) -> Samples:
+def sample_surface(
+    mesh: trimesh.Trimesh, count: int, seed: int | np.random.Generator, normals: bool = False
+) -> Samples:
     """Draws points from a mesh, evenly by area.
 
     The mesh is first moved into the unit sphere (centre of its bounding box, farthest corner at distance 1), in
@@ -104,27 +106,39 @@ def sample_surface(mesh: trimesh.Trimesh, count: int, seed: int | np.random.Gene
         mesh: with at least one vertex.
         count: number of points.
         seed: the same seed gives the same points.
+        normals: gives the unit normal of its face with every point.
 
     Raises:
-        OffError: for a mesh without vertices.
+        OffError: for a mesh without vertices, or without faces that have a normal where normals are wanted.
     """
     if len(mesh.vertices) == 0:
         raise OffError("the mesh has no vertices")
     rng = np.random.default_rng(seed)
     vertices = np.asarray(mesh.vertices, dtype=np.float64)
     used = vertices[np.unique(mesh.faces)] if len(mesh.faces) else vertices
-    center = used.min(0) / 2 + used.max(0) / 2
-    scale = float(np.abs(used - center).max())
-    if scale > 0:  # in two steps, so that no square can overflow
-        scale *= float(np.linalg.norm((used - center) / scale, axis=1).max())
-    scale = scale or 1.0
+    center, scale = unit_sphere(used)
     normalised = trimesh.Trimesh(vertices=(vertices - center) / scale, faces=mesh.faces, process=False)
     areas = normalised.area_faces
     # Smaller areas are rounding of the corners, or have a share of the samples of less than one in 1e12.
     solid = areas > max(1e-15, 1e-12 * areas.sum())
     if not solid.any():
+        if normals:
+            raise OffError("no face has an area, so none has a normal")
         drawn = ((used - center) / scale)[rng.integers(len(used), size=count)]
         return Samples(drawn.astype(np.float32), center, scale, "no face has an area: vertices were drawn instead")
     surface = trimesh.Trimesh(vertices=normalised.vertices, faces=mesh.faces[solid], process=False)
-    points, _ = trimesh.sample.sample_surface(surface, count, face_weight=areas[solid], seed=rng)
+    points, faces = trimesh.sample.sample_surface(surface, count, face_weight=areas[solid], seed=rng)
+    if normals:
+        first, second, third = np.moveaxis(surface.vertices[surface.faces[faces]], 1, 0)
+        across = np.cross(second - first, third - first)
+        points = np.concatenate([points, across / np.linalg.norm(across, axis=1, keepdims=True)], axis=1)
     return Samples(np.asarray(points, dtype=np.float32), center, scale, "")
+
+
+def unit_sphere(points: np.ndarray) -> tuple[np.ndarray, float]:
+    """Centre (3,) of the bounding box of points (n, 3), and the distance of the farthest from it; 1 where that is 0."""
+    center = points.min(0) / 2 + points.max(0) / 2
+    scale = float(np.abs(points - center).max())
+    if scale > 0:  # in two steps, so that no square can overflow
+        scale *= float(np.linalg.norm((points - center) / scale, axis=1).max())
+    return center, scale or 1.0

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,10 +254,57 @@ class PhotoBatches(Dataset[Batch]):
         return np.array(transforms.horizontal_flip(image) if flip else image)
 
 
-def check_cache(cache: str) -> None:
-    """Raises ValueError for a cache that is none of `CACHES`."""
+def check_settings(
+    img_size: int,
+    crop_scale: Sequence[float] | None,
+    eval_crops: bool,
+    mean: Sequence[float],
+    std: Sequence[float],
+    cache: str,
+) -> None:
+    """Raises ValueError for settings of `PhotoBatches` and `PhotoStore.pixels` that make no sense."""
     if cache not in CACHES:
         raise ValueError(f"data.cache must be one of {', '.join(CACHES)}; got {cache!r}")
+    if img_size < 1:
+        raise ValueError(f"data.img_size must be at least 1; got {img_size}")
+    if crop_scale is not None and not (len(crop_scale) == 2 and 0 < crop_scale[0] <= crop_scale[1] <= 1):
+        raise ValueError(f"data.crop_scale must be two shares, least and most, or null; got {crop_scale}")
+    if eval_crops and crop_scale is None:
+        raise ValueError("data.eval_crops=true needs data.crop_scale")
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise ValueError(f"data.mean and data.std need three entries, std positive ones; got {mean} and {std}")
+
+
+def examine(name: str, content: bytes) -> tuple[str, bytes, str | None]:
+    """A file with the reason why it is no photograph that can be decoded; None where it is one."""
+    try:
+        decode(content)
+    except PhotoError as error:
+        return name, content, str(error)
+    return name, content, None
+
+
+def copies(labels: Mapping[str, int], digests: Mapping[str, str], conflict: str) -> list[tuple[list[str], str]]:
+    """Of photographs that are the same byte for byte the names that are left out, and why: all but the first by name.
+
+    Where they have different labels, nobody knows what it is, and none of them stays.
+
+    Args:
+        labels: of each name.
+        digests: of each name's content.
+        conflict: the reason in that case.
+    """
+    same: dict[str, list[str]] = {}
+    for name in sorted(labels):
+        same.setdefault(digests[name], []).append(name)
+    left_out = []
+    for names in same.values():
+        first, *others = names
+        if len({labels[name] for name in names}) > 1:
+            left_out.append((names, f"{conflict}: {', '.join(names)}"))
+        elif others:
+            left_out.append((others, f"the same photograph as {first}, which counts once"))
+    return left_out
 
 
 def no_photos(source: Path, classes: Sequence[str], expected: str) -> RunError:

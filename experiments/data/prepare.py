@@ -20,7 +20,19 @@ from ..command import finish
 from ..errors import RunError
 from ..files import explain_full_disk, write_atomic
 from ..progress import at_work, for_terminals
-from . import cats_dogs, furniture, home_assistant, imdb, iwslt14, mnist, mnist5k, modelnet40, movie_sentences
+from . import (
+    cats_dogs,
+    cloud_folder,
+    furniture,
+    home_assistant,
+    image_folder,
+    imdb,
+    iwslt14,
+    mnist,
+    mnist5k,
+    modelnet40,
+    movie_sentences,
+)
 from .archives import UNREADABLE
 from .text import TextReport
 
@@ -74,6 +86,36 @@ def prepare_cats_dogs(folder: Path, archive: Path | None, jobs: int | None = Non
     """
     folder.mkdir(parents=True, exist_ok=True)
     return f"{cats_dogs.NOTICE}\n{cats_dogs.prepare(folder, archive, jobs=jobs)}"
+
+
+def prepare_image_folder(folder: Path, archive: Path | None, jobs: int | None = None) -> str:
+    """Checks and packs the images of class folders of one's own.
+
+    Args:
+        folder: the folder of all data.
+        archive: the folder with the class folders.
+        jobs: processes, None for as many as there are cores and work for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return image_folder.report(folder, image_folder.prepare(folder, _own(archive), jobs=jobs))
+
+
+def prepare_cloud_folder(folder: Path, archive: Path | None, jobs: int | None = None) -> str:
+    """Samples the meshes and point clouds of class folders of one's own, with the settings of configs/data.
+
+    Args:
+        folder: the folder of all data.
+        archive: the folder with the class folders.
+        jobs: processes, None for one per core.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return cloud_folder.in_words(cloud_folder.prepare(folder, _own(archive), jobs=jobs)[0])
+
+
+def _own(archive: Path | None) -> Path:
+    if archive is None:
+        raise RunError("these data are your own: give the folder with the class folders as --archive FOLDER")
+    return archive
 
 
 def prepare_furniture(folder: Path, archive: Path | None, jobs: int | None = None) -> str:
@@ -176,8 +218,10 @@ def _read(source: Path, name: str) -> bytes:
 
 DATA_SETS: dict[str, Callable[..., str]] = {
     "cats_dogs": prepare_cats_dogs,
+    "cloud_folder": prepare_cloud_folder,
     "furniture": prepare_furniture,
     "ha_de_en": _text(home_assistant.prepare),
+    "image_folder": prepare_image_folder,
     "imdb": _text(imdb.prepare),
     "iwslt14": _text(iwslt14.prepare),
     "mnist": prepare_mnist,
@@ -186,7 +230,10 @@ DATA_SETS: dict[str, Callable[..., str]] = {
     "movie_sentences": _text(movie_sentences.prepare),
 }
 #: The data sets that an option is for.
-OPTIONS = {"jobs": ("cats_dogs", "furniture", "modelnet40", "iwslt14", "ha_de_en"), "partial": ("modelnet40", "imdb")}
+OPTIONS = {
+    "jobs": ("cats_dogs", "cloud_folder", "furniture", "image_folder", "modelnet40", "iwslt14", "ha_de_en"),
+    "partial": ("modelnet40", "imdb"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

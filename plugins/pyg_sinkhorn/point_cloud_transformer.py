@@ -148,6 +148,7 @@ class PointCloudTransformer(nn.Module):
         head_dims: widths of the two hidden layers of the head.
         dropout: after each of them.
         scale: "none" (PCT's) or "head": see `OffsetAttention`.
+        in_features: numbers of each point: 3 coordinates first, by which points are sampled and grouped.
     """
 
     def __init__(
@@ -165,15 +166,19 @@ class PointCloudTransformer(nn.Module):
         head_dims: Sequence[int] = (512, 256),
         dropout: float = 0.5,
         scale: str = "none",
+        in_features: int = 3,
     ) -> None:
         super().__init__()
+        if in_features < 3:
+            raise ValueError(f"in_features must be at least 3, got {in_features}")
+        self.in_features = in_features
         if len(num_samples) != 2 or min(*num_samples, num_neighbors) < 1:
             raise ValueError(
                 f"num_samples must be two positive numbers and num_neighbors positive, got {tuple(num_samples)} "
                 f"and {num_neighbors}"
             )
         dim = 4 * embed_dim
-        self.embed = nn.ModuleList([PointwiseLayer(3, embed_dim), PointwiseLayer(embed_dim, embed_dim)])
+        self.embed = nn.ModuleList([PointwiseLayer(in_features, embed_dim), PointwiseLayer(embed_dim, embed_dim)])
         self.groups = nn.ModuleList(
             SampleAndGroup(width, samples, num_neighbors)
             for width, samples in zip((embed_dim, 2 * embed_dim), num_samples, strict=True)
@@ -194,7 +199,7 @@ class PointCloudTransformer(nn.Module):
         """Logits (B, num_classes) of clouds.
 
         Args:
-            points: (B, n, 3), floating.
+            points: (B, n, in_features), floating.
             mask: (B, n), boolean, True = a real point. A padded cloud's logits are those of the cloud alone, in
                 training mode too, where batch statistics leave the padding out. A cloud without any real point gives
                 finite logits.
@@ -202,11 +207,11 @@ class PointCloudTransformer(nn.Module):
         Raises:
             ValueError: says which argument has the wrong shape or dtype; also for a single cloud in training mode.
         """
-        check_points(points, mask)
+        check_points(points, mask, self.in_features)
         if self.training and points.shape[0] == 1:
             raise ValueError("a training batch needs at least 2 clouds: the head has batch norm; or call .eval()")
-        points = hide(points, mask)
-        x = points
+        x = hide(points, mask)
+        points = x[..., :3]
         for layer in self.embed:
             x = layer(x, mask)
         for group in self.groups:

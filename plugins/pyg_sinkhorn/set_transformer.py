@@ -41,6 +41,7 @@ class SetTransformer(nn.Module):
         row_mass: "one", or "uniform" as in the published code, whose attention nearly vanishes against the residual
             wherever there are many queries: see `MAB`.
         attn_dropout: dropout of the couplings' entries.
+        in_features: numbers of each point: 3 coordinates, and further ones such as those of its normal.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class SetTransformer(nn.Module):
         residual: str = "projected",
         row_mass: str = "one",
         attn_dropout: float = 0.0,
+        in_features: int = 3,
     ) -> None:
         super().__init__()
         for name, value, least in (
+            ("in_features", in_features, 1),
             ("num_classes", num_classes, 1),
             ("encoder_blocks", encoder_blocks, 1),
             ("decoder_blocks", decoder_blocks, 0),
@@ -88,7 +91,8 @@ class SetTransformer(nn.Module):
         pooling = attention
         if pool_normalizer is not None:
             pooling = {"normalizer": choose_normalizer(pool_normalizer, options=pool_normalizer_options), **layout}
-        widths = [3] + [hidden] * (encoder_blocks - 1)
+        self.in_features = in_features
+        widths = [in_features] + [hidden] * (encoder_blocks - 1)
         self.encoder = nn.ModuleList(
             ISAB(width, hidden, num_heads, num_inducing, **attention)
             if num_inducing
@@ -103,7 +107,7 @@ class SetTransformer(nn.Module):
 
     def features(self, points: Tensor, mask: Tensor | None = None) -> Tensor:
         """Per-point features of the encoder, (B, n, hidden), 0 at masked points. Arguments as for `forward`."""
-        check_points(points, mask)
+        check_points(points, mask, self.in_features)
         x = hide(points, mask)
         for block in self.encoder:
             x = block(x, mask)
@@ -113,7 +117,7 @@ class SetTransformer(nn.Module):
         """Logits (B, num_classes) of clouds.
 
         Args:
-            points: (B, n, 3), floating.
+            points: (B, n, in_features), floating.
             mask: (B, n), boolean, True = a real point (as torch_geometric.utils.to_dense_batch gives it). A padded
                 cloud's logits are those of the cloud alone. A cloud without any real point gives finite logits.
 

@@ -32,7 +32,9 @@ from experiments.runners.checkpoints import AtomicCheckpointIO
 from experiments.runners.recorder import RunLog
 from experiments.runners.run_dir import RunDir
 from tests.experiments.data.test_cats_dogs import kaggle  # noqa: F401  a fixture
+from tests.experiments.data.test_cloud_folder import fill as fill_clouds
 from tests.experiments.data.test_furniture import write_package
+from tests.experiments.data.test_image_folder import fill as fill_images
 from tests.experiments.data.test_mnist import write_idx
 from tests.experiments.test_point_clouds import archive  # noqa: F401
 
@@ -106,6 +108,18 @@ BASES: dict[str, tuple[str, ...]] = {
         *("data=furniture", "attention=sinkhorn", "model.hidden=8", "model.num_heads=2", "model.num_inducing=4"),
         *("data.num_points=16", "data.val_size=3", "data.batch_size=3", "data.eval_batch_size=2"),
     ),
+    "image_folder": (
+        *CPU,
+        *("attention=sinkhorn", "data.img_size=16", "data.batch_size=8", "data.eval_batch_size=2"),
+        *("data.num_workers=0", "data.cache=none", "data.val_share=0.2", "data.test_share=0.3"),
+        *("+model.embed_dim=16", "+model.depth=1", "+model.num_heads=2"),
+    ),
+    "cloud_folder": (
+        *CPU,
+        *("attention=sinkhorn", "model.hidden=8", "model.num_heads=2", "model.num_inducing=4", "data.points=16"),
+        *("data.stored=24", "data.batch_size=8", "data.eval_batch_size=2", "data.val_share=0.2"),
+        "data.test_share=0.3",
+    ),
 }
 #: What a key is changed to, where that does not follow from its type; with a base in front, for that base.
 CHANGES: dict[str, Any] = {
@@ -122,6 +136,8 @@ CHANGES: dict[str, Any] = {
     "data.draw": "fixed",
     "data.name": "another",
     "data.normalize": "none",
+    "data.root": "FOLDER/elsewhere",
+    "data.splits": "FOLDER/splits.csv",
     "data.mean": [0.25, 0.25, 0.25],
     "data.shorten_method": "random_crop",
     "data.source": "fashion_mnist",
@@ -265,6 +281,8 @@ def data(tmp_path_factory, kaggle, archive):  # noqa: F811
         (folder / name / "manifest.json").write_text(json.dumps(manifest))
     write_idx(folder / "MNIST" / "raw")
     furniture.prepare(folder, write_package(folder / "package"), jobs=1, num_points=64, quiet=True)
+    fill_images(folder / "own" / "image_folder")
+    fill_clouds(folder / "own" / "cloud_folder")
     torch.manual_seed(0)
     torch.save(timm.create_model("vit_tiny_patch16_224", num_classes=7, **VIT).state_dict(), folder / "vit.pth")
     return folder
@@ -386,6 +404,8 @@ class Walk:
         config.paths.runs, config.paths.data = f"{folder}/runs", str(self.data)
         if experiment == "cats_dogs_finetune":
             config.model.weights = str(self.data / "vit.pth")
+        if experiment in ("image_folder", "cloud_folder"):
+            config.data.root = str(self.data / "own" / experiment)
         for key, value in settings.items():
             value = value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
             with open_dict(config):
