@@ -72,7 +72,6 @@ def pretrained_timm_model(
     Raises:
         ValueError: for weights that are not there, out of reach or of another model, and for bad settings.
     """
-    import timm
     import timm_sinkhorn
 
     if head not in ("new", "imagenet"):
