@@ -168,15 +168,11 @@ def give_attention(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             convert(model, "softmax", strict=softmax or layers is not None)
-    except ValueError as error:
-        if softmax:
-            return
-        raise ValueError(f"{what}: {error}; attention=softmax trains it as it is") from error
-    if not softmax:
-        try:
+        if not softmax:
             convert(model, normalizer, layers=layers)
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}") from error
+    except ValueError as error:
+        if not softmax:
+            raise ValueError(f"{what}: {error}; attention=softmax trains it as it is") from error
 
 
 def _refuse_unknown(name: str) -> None:
@@ -289,7 +285,8 @@ def cloud_model(
         **options: of the model's class (hidden, num_heads, row_mass, num_samples, ...).
 
     Returns:
-        A module from points (B, n, 3 + features), and a mask (B, n) where clouds are padded, to logits (B, num_classes).
+        A module from points (B, n, 3 + features), and a mask (B, n) where clouds are padded, to logits
+        (B, num_classes).
 
     Raises:
         ValueError: for an unknown model or normalizer, or a setting that it refuses.

@@ -68,7 +68,13 @@ def built(data_folder, *words):
 
 def test_a_timm_model_trains_by_its_name(tmp_path, data_folder):
     words = [*BASE, f"paths.data={data_folder}", f"paths.runs={tmp_path}", "attention=sinkhorn"]
-    words += ["model.name=vit_tiny_patch16_224", "+model.patch_size=14", "+model.depth=1", "+model.embed_dim=24"]
+    words += [
+        "data.batch_size=10",
+        "model.name=vit_tiny_patch16_224",
+        "+model.patch_size=14",
+        "+model.depth=1",
+        "+model.embed_dim=24",
+    ]
     outcome = execute(compose(words), words)
     assert outcome.result["best"]["test"]["accuracy"] > 0.15
 
@@ -82,7 +88,7 @@ def test_size_channels_and_classes_are_the_datas(data_folder):
     assert other.patch_embed.proj.kernel_size == (7, 7)
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext", "test_efficientnet"])
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_efficientnet"])
 def test_softmax_takes_any(name):
     options = {"patch_size": 7} if name == "test_vit" else {}
     model = any_timm_model(name, {"name": "softmax"}, 4, IMAGES, False, None, None, **options).eval()

@@ -8,14 +8,20 @@ from torch_geometric.data import Batch, Data
 SMALL = {
     "set_sinkformer_modelnet40": {"hidden": 8, "num_heads": 2, "num_inducing": 4},
     "pct_sinkformer_modelnet40": {
-        "embed_dim": 4, "num_samples": (12, 8), "num_neighbors": 4, "num_layers": 2, "fuse_dim": 16, "head_dims": (16, 8),
+        **{"embed_dim": 4, "num_samples": (12, 8), "num_neighbors": 4, "num_layers": 2, "fuse_dim": 16},
+        "head_dims": (16, 8),
     },
-}  # fmt: skip
+}
 
 
 def model_of(name, features=0):
     torch.manual_seed(0)
-    return create_model(name, num_classes=5, features=features, **SMALL[name]).eval()
+    model = create_model(name, num_classes=5, features=features, **SMALL[name]).eval()
+    with torch.no_grad():  # an untrained one hardly tells clouds apart
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.mul_(3)
+    return model
 
 
 def clouds(sizes, features):
@@ -33,7 +39,7 @@ def test_equal_sizes_are_the_tensor(name, features):
     given, model = clouds([20, 20, 20], features), model_of(name, features)
     expected = model(torch.stack([columns(one) for one in given]))
     assert torch.equal(model(Batch.from_data_list(given)), expected)
-    assert torch.allclose(model(given[1]), expected[1:2], atol=1e-5)
+    assert torch.allclose(model(given[1]), expected[1:2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("features", [0, 2])
@@ -41,7 +47,7 @@ def test_equal_sizes_are_the_tensor(name, features):
 def test_other_sizes_are_each_cloud_alone(name, features):
     given, model = clouds([20, 13, 17], features), model_of(name, features)
     alone = torch.cat([model(columns(one)[None]) for one in given])
-    assert torch.allclose(model(Batch.from_data_list(given)), alone, atol=1e-5)
+    assert torch.allclose(model(Batch.from_data_list(given)), alone, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(alone[0], alone[1], atol=1e-3)
 
 
