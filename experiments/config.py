@@ -24,8 +24,8 @@ from .data.fashion import standin_source
 from .errors import RunError
 from .plugins import import_plugins
 from .runners.run_dir import NOT_IDENTITY, override, run_hash
+from .search_path import CONFIGS, further_folders, register_folders
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PRECISIONS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -138,17 +138,27 @@ def register() -> None:
     optimizer/adam of its own. Such schemas of our groups are taken out.
     """
     OmegaConf.register_new_resolver("standin_source", standin_source, replace=True)
-    OmegaConf.register_new_resolver("point_features", _point_features, replace=True)
+    register_folders()
     store = ConfigStore.instance()
     store.store(name="shape", node=Config)
-    for group in CONFIGS.iterdir():
-        if group.is_dir() and group.name != "hydra":
-            store.repo.pop(group.name, None)
+    for group in groups():
+        if group != "hydra":
+            store.repo.pop(group, None)
 
 
-def _point_features(normals: bool) -> int:
-    """Numbers of each point that a model is given: its coordinates, and those of its normal."""
-    return 6 if normals else 3
+def groups() -> list[str]:
+    """Names of the groups, those of further folders too, sorted."""
+    found = (entry for folder in (CONFIGS, *further_folders()) for entry in folder.iterdir() if entry.is_dir())
+    return sorted({entry.name for entry in found if entry.name != "__pycache__"})
+
+
+def files_of(group: str) -> list[Path]:
+    """The files of a group in all folders, by name; of two of one name the one that is taken."""
+    files: dict[str, Path] = {}
+    for folder in (CONFIGS, *further_folders()):
+        for file in folder.glob(f"{group}/*.yaml"):
+            files.setdefault(file.stem, file)
+    return [files[name] for name in sorted(files)]
 
 
 @contextmanager
@@ -173,18 +183,21 @@ def in_one_sentence(error: Exception) -> str:
     """What Hydra objects to, without the list of places where it has looked."""
     if isinstance(error, MissingConfigException) and error.options:
         name = (error.missing_cfg_file or "").rpartition("/")[2]
-        near = get_close_matches(name, error.options, 1)
-        hint = f", did you mean {near[0]}?" if near else ";"
+        # Begun names count as near: `shapes` for shapes_set.
+        begun = [option for option in error.options if name and option.startswith(name)]
+        near = get_close_matches(name, error.options, 1) or begun
+        hint = f", did you mean {' or '.join(near)}?" if near else ";"
         return f"{str(error).splitlines()[0]}{hint} there are {', '.join(error.options)}"
     words = " ".join(str(error).partition("Config search path:")[0].split())
     unknown = re.match(r"Could not override '(\w+)\.(\w+)'", words)
     if unknown is not None:
         group, key = unknown.groups()
-        files = sorted((CONFIGS / group).glob("*.yaml"))
-        owners = [f"{group}={file.stem}" for file in files if key in OmegaConf.load(file)]
+        owners = [f"{group}={file.stem}" for file in files_of(group) if key in OmegaConf.load(file)]
         if owners:
             return f"{unknown[0]}: it is a key of {', '.join(owners)}, which this configuration has not; name one too"
-    return words
+    unknown = re.match(r"Could not override '(\w+)'", words)
+    near = get_close_matches(unknown[1], [*groups(), *(entry.name for entry in fields(Config))], 1) if unknown else []
+    return f"{words}; did you mean {near[0]}?" if near and unknown and near[0] != unknown[1] else words
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.config import CONFIGS, composing
 from experiments.errors import RunError
 from experiments.files import TextLoader
-from experiments.runners.run_dir import override
+from experiments.search_path import further_folders
 
 from .queue import run
 
@@ -197,15 +197,13 @@ def cluster_config(words: Sequence[str]) -> ClusterConfig:
         RunError: for a name, key or value that there is not, and for one that is still to be set.
     """
     ConfigStore.instance().store(name="cluster_shape", node=_Shape)
-    local = override("", f"file://{CONFIGS / 'local'}")[1:]
-    further = [f"hydra.searchpath=[{local}]"] if (CONFIGS / "local").is_dir() else []
     # These two take any key; to Hydra that is an addition.
     added = [
         f"++{word}" if re.match(r"cluster\.(environment|sbatch)[.=]", word) else word for word in map(_as_text, words)
     ]
     try:
         with composing():
-            config = hydra.compose("cluster", overrides=[*further, *added]).cluster
+            config = hydra.compose("cluster", overrides=added).cluster
         for name in _names(words):
             _check_texts(name)
         missing = sorted(map(str, OmegaConf.missing_keys(config)))
@@ -282,7 +280,8 @@ def _names(words: Sequence[str]) -> list[str]:
 
 
 def _contents(name: str) -> Iterator[tuple[Path, Any]]:
-    for file in (CONFIGS / "cluster" / f"{name}.yaml", CONFIGS / "local" / "cluster" / f"{name}.yaml"):
+    for folder in (CONFIGS, *further_folders()):
+        file = folder / "cluster" / f"{name}.yaml"
         if file.is_file():
             yield file, yaml.load(file.read_text(encoding="utf-8"), TextLoader)
 

@@ -16,7 +16,13 @@ from experiments.report.document import BLOCK, rewritten
 ROOT = Path(__file__).parent.parent
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "slurm/README.md", *(ROOT / "docs").glob("*.md"))
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "slurm/README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("examples/*/README.md"),
+    )
 }
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
@@ -61,8 +67,9 @@ def test_make_targets_exist(page: str) -> None:
 @every_page
 def test_experiments_and_files_named_exist(page: str) -> None:
     for experiment in set(re.findall(r"experiment=(\w+)", PAGES[page])):
-        assert (ROOT / "configs/experiment" / f"{experiment}.yaml").is_file(), experiment
-    for path in set(re.findall(r"`((?:plugins|configs|experiments|slurm|tests|docs)/[\w./-]*)`", PAGES[page])):
+        folders = [ROOT / "configs", *ROOT.glob("examples/*/*/configs")]
+        assert any((folder / "experiment" / f"{experiment}.yaml").is_file() for folder in folders), experiment
+    for path in set(re.findall(r"`((?:plugins|configs|experiments|slurm|tests|docs|examples)/[\w./-]*)`", PAGES[page])):
         if not path.startswith("configs/local"):  # which is the user's
             assert (ROOT / path).exists(), path
 

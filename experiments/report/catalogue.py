@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import CONFIGS
+from ..config import files_of
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,13 @@ class Entry:
     commands: tuple[str, ...]
 
 
-def catalogue(folder: Path = CONFIGS / "experiment") -> list[Entry]:
-    """Every experiment by name. What a file says of itself stands in the comment lines at its top."""
+def catalogue(folder: Path | None = None) -> list[Entry]:
+    """Every experiment by name, of a folder or else of all that are searched.
+
+    What a file says of itself stands in the comment lines at its top.
+    """
     found = []
-    for path in sorted(folder.glob("*.yaml")):
+    for path in files_of("experiment") if folder is None else sorted(folder.glob("*.yaml")):
         lines: list[str] = []
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.startswith("#"):

@@ -1,6 +1,8 @@
 """Trains and evaluates a run with Lightning: data, model, optimizer and schedule as the configuration names them."""
 
 import copy
+import functools
+import inspect
 import logging
 import math
 import os
@@ -23,7 +25,7 @@ from sinkhorn_attention.diagnostics import record_attention
 from sinkhorn_attention.engines.implicit import NotConvergedError
 
 from ..config import PRECISIONS
-from ..data.base import BatchSampler, DataModule, other_data
+from ..data.base import BatchSampler, DataModule, SampleKey, other_data
 from ..errors import Diverged, RunError, check_finite
 from ..files import explain_full_disk, full_disk, is_full_disk
 from ..plugins import import_plugins
@@ -235,10 +237,13 @@ def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classi
     if not isinstance(data, DataModule):
         raise RunError(f"data._target_ must name a DataModule; {config['data'].get('_target_')} gives {type(data)}")
     L.seed_everything(stream_seed("weights", config["seed"]) % 2**32, verbose=False)
+    if "_target_" not in config["model"]:
+        raise RunError("model._target_ is missing: this model is fairseq's, for engine=fairseq; take another model=")
     with explained("model", config["model"]):
-        model = instantiate(
-            config["model"], attention=config["attention"], num_classes=data.num_classes, _convert_="all"
-        )
+        make = instantiate(config["model"], _partial_=True, _convert_="all")
+        model = make(attention=config["attention"], num_classes=data.num_classes, **_example(make, data))
+        if not isinstance(model, torch.nn.Module):
+            raise ValueError(f"{config['model']['_target_']} gives {type(model).__name__}, not a torch.nn.Module")
     settings = config["optimizer"] if rate is None else {**config["optimizer"], "lr": rate}
     with explained("optimizer", settings):
         optimizer = instantiate(settings, _partial_=True, _convert_="all")
@@ -253,6 +258,14 @@ def build(config: Config, rate: float | None = None) -> tuple[DataModule, Classi
                 )
     mean_over = config["protocol"].get("mean_over", "samples")  # which older runs do not name
     return data, Classifier(model, data.num_classes, config["seed"], optimizer, scheduler, mean_over)
+
+
+def _example(make: functools.partial[Any], data: DataModule) -> dict[str, Any]:
+    """Inputs of two samples as `example`, where what makes the model asks for them by that name."""
+    if "example" not in inspect.signature(make.func).parameters:
+        return {}
+    keys = [SampleKey(sample, 0, 0) for sample in range(min(2, data.sizes["train"]))]
+    return {"example": data.dataset(["train"])[keys][:-1]}
 
 
 def _try_out(module: Classifier, data: DataModule, trainer: L.Trainer) -> None:

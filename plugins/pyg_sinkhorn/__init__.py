@@ -1,5 +1,6 @@
 """Sinkhorn attention for point clouds: set attention blocks, Set Transformer, Point Cloud Transformer, neighbours."""
 
+from .batches import dense_clouds
 from .blocks import ISAB, MAB, PMA, SAB
 from .conversion import convert
 from .edge_sinkhorn import edge_sinkhorn
@@ -24,6 +25,7 @@ __all__ = [
     "SinkhornPointTransformerConv",
     "convert",
     "create_model",
+    "dense_clouds",
     "edge_sinkhorn",
     "farthest_point_sample",
     "knn",

@@ -218,15 +218,17 @@ def check_token_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
         raise ValueError(f"{name} must have the shape {shape} of the tokens it belongs to, got {tuple(mask.shape)}")
 
 
-def check_points(points: Tensor, mask: Tensor | None, in_features: int = 3) -> None:
+def check_points(points: Tensor, mask: Tensor | None, features: int = 0) -> None:
     """Checks a batch of clouds at a model's entry.
 
     Raises:
-        ValueError: unless points are floating (B, n, in_features) with n >= 1, and the mask None or boolean (B, n).
+        ValueError: unless points are floating (B, n, 3 + features) with n >= 1, and the mask None or boolean (B, n).
     """
-    if points.dim() != 3 or points.shape[-1] != in_features or not points.is_floating_point():
+    width = 3 + features
+    if points.dim() != 3 or points.shape[-1] != width or not points.is_floating_point():
+        hint = "" if not features else f", 3 coordinates and {features} features"
         raise ValueError(
-            f"points must be floating, (batch, points, {in_features}), got {tuple(points.shape)} {points.dtype}"
+            f"points must be floating, (batch, points, {width}){hint}, got {tuple(points.shape)} {points.dtype}"
         )
     if points.shape[1] == 0:
         raise ValueError("points holds clouds without a single point; leave empty clouds out, or pad and mask them")

@@ -6,7 +6,9 @@ from itertools import pairwise
 import torch
 from sinkhorn_attention.normalizers import NormalizerChoice, choose_normalizer, get_normalizer
 from torch import Tensor, nn
+from torch_geometric.data import Data
 
+from .batches import dense_clouds
 from .blocks import check_choice, check_points, hide
 from .neighbors import farthest_point_sample, gather_points, knn
 
@@ -148,7 +150,7 @@ class PointCloudTransformer(nn.Module):
         head_dims: widths of the two hidden layers of the head.
         dropout: after each of them.
         scale: "none" (PCT's) or "head": see `OffsetAttention`.
-        in_features: numbers of each point: 3 coordinates first, by which points are sampled and grouped.
+        features: of each point, beside its three coordinates; neighbours and samples go by the coordinates alone.
     """
 
     def __init__(
@@ -166,19 +168,19 @@ class PointCloudTransformer(nn.Module):
         head_dims: Sequence[int] = (512, 256),
         dropout: float = 0.5,
         scale: str = "none",
-        in_features: int = 3,
+        features: int = 0,
     ) -> None:
         super().__init__()
-        if in_features < 3:
-            raise ValueError(f"in_features must be at least 3, got {in_features}")
-        self.in_features = in_features
+        if features < 0:
+            raise ValueError(f"features must be at least 0, got {features}")
+        self.num_features = features
         if len(num_samples) != 2 or min(*num_samples, num_neighbors) < 1:
             raise ValueError(
                 f"num_samples must be two positive numbers and num_neighbors positive, got {tuple(num_samples)} "
                 f"and {num_neighbors}"
             )
         dim = 4 * embed_dim
-        self.embed = nn.ModuleList([PointwiseLayer(in_features, embed_dim), PointwiseLayer(embed_dim, embed_dim)])
+        self.embed = nn.ModuleList([PointwiseLayer(3 + features, embed_dim), PointwiseLayer(embed_dim, embed_dim)])
         self.groups = nn.ModuleList(
             SampleAndGroup(width, samples, num_neighbors)
             for width, samples in zip((embed_dim, 2 * embed_dim), num_samples, strict=True)
@@ -195,11 +197,11 @@ class PointCloudTransformer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(head_dims[-1], num_classes)
 
-    def forward(self, points: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, points: Tensor | Data, mask: Tensor | None = None) -> Tensor:
         """Logits (B, num_classes) of clouds.
 
         Args:
-            points: (B, n, in_features), floating.
+            points: (B, n, 3 + features), floating; or torch_geometric's Data or Batch, see `dense_clouds`.
             mask: (B, n), boolean, True = a real point. A padded cloud's logits are those of the cloud alone, in
                 training mode too, where batch statistics leave the padding out. A cloud without any real point gives
                 finite logits.
@@ -207,11 +209,12 @@ class PointCloudTransformer(nn.Module):
         Raises:
             ValueError: says which argument has the wrong shape or dtype; also for a single cloud in training mode.
         """
-        check_points(points, mask, self.in_features)
+        points, mask = dense_clouds(points, mask)
+        check_points(points, mask, self.num_features)
         if self.training and points.shape[0] == 1:
             raise ValueError("a training batch needs at least 2 clouds: the head has batch norm; or call .eval()")
-        x = hide(points, mask)
-        points = x[..., :3]
+        points = hide(points, mask)
+        x, points = points, points[..., :3]
         for layer in self.embed:
             x = layer(x, mask)
         for group in self.groups:

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 from sinkhorn_attention.normalizers import NormalizerChoice, choose_normalizer
 from torch import Tensor, nn
+from torch_geometric.data import Data
 
+from .batches import dense_clouds
 from .blocks import ISAB, PMA, SAB, check_points, hide
 
 
@@ -41,7 +43,7 @@ class SetTransformer(nn.Module):
         row_mass: "one", or "uniform" as in the published code, whose attention nearly vanishes against the residual
             wherever there are many queries: see `MAB`.
         attn_dropout: dropout of the couplings' entries.
-        in_features: numbers of each point: 3 coordinates, and further ones such as those of its normal.
+        features: of each point, beside its three coordinates.
     """
 
     def __init__(
@@ -65,16 +67,16 @@ class SetTransformer(nn.Module):
         residual: str = "projected",
         row_mass: str = "one",
         attn_dropout: float = 0.0,
-        in_features: int = 3,
+        features: int = 0,
     ) -> None:
         super().__init__()
         for name, value, least in (
-            ("in_features", in_features, 1),
             ("num_classes", num_classes, 1),
             ("encoder_blocks", encoder_blocks, 1),
             ("decoder_blocks", decoder_blocks, 0),
             ("num_inducing", num_inducing, 0),
             ("num_seeds", num_seeds, 1),
+            ("features", features, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -91,8 +93,8 @@ class SetTransformer(nn.Module):
         pooling = attention
         if pool_normalizer is not None:
             pooling = {"normalizer": choose_normalizer(pool_normalizer, options=pool_normalizer_options), **layout}
-        self.in_features = in_features
-        widths = [in_features] + [hidden] * (encoder_blocks - 1)
+        self.num_features = features
+        widths = [3 + features] + [hidden] * (encoder_blocks - 1)
         self.encoder = nn.ModuleList(
             ISAB(width, hidden, num_heads, num_inducing, **attention)
             if num_inducing
@@ -105,25 +107,27 @@ class SetTransformer(nn.Module):
         self.head_dropout = nn.Dropout(dropout)
         self.head = nn.Linear(num_seeds * hidden, num_classes)
 
-    def features(self, points: Tensor, mask: Tensor | None = None) -> Tensor:
+    def features(self, points: Tensor | Data, mask: Tensor | None = None) -> Tensor:
         """Per-point features of the encoder, (B, n, hidden), 0 at masked points. Arguments as for `forward`."""
-        check_points(points, mask, self.in_features)
+        points, mask = dense_clouds(points, mask)
+        check_points(points, mask, self.num_features)
         x = hide(points, mask)
         for block in self.encoder:
             x = block(x, mask)
         return x
 
-    def forward(self, points: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, points: Tensor | Data, mask: Tensor | None = None) -> Tensor:
         """Logits (B, num_classes) of clouds.
 
         Args:
-            points: (B, n, in_features), floating.
+            points: (B, n, 3 + features), floating; or torch_geometric's Data or Batch, see `dense_clouds`.
             mask: (B, n), boolean, True = a real point (as torch_geometric.utils.to_dense_batch gives it). A padded
                 cloud's logits are those of the cloud alone. A cloud without any real point gives finite logits.
 
         Raises:
             ValueError: says which argument has the wrong shape or dtype.
         """
+        points, mask = dense_clouds(points, mask)
         pooled = self.pool(self.pool_dropout(self.features(points, mask)), mask)
         for block in self.decoder:
             pooled = block(pooled)

@@ -103,6 +103,16 @@ BASES: dict[str, tuple[str, ...]] = {
         *("data=mnist", "attention=sinkhorn", "model.patch_size=14", "data.val_size=20", "data.batch_size=20"),
         "data.eval_batch_size=8",
     ),
+    "own_model": (
+        *CPU,
+        *("attention=sinkhorn", "data.val_size=200", "data.test_size=4700", "data.eval_batch_size=1500"),
+        *("model.name=test_vit", "+model.patch_size=14", "model.train=[head.*]"),
+    ),
+    "own_model on torch": (
+        *CPU,
+        *("model=torch", "attention=softmax", "data.val_size=200", "data.test_size=4700", "data.eval_batch_size=1500"),
+        *("model.target=tests.experiments.linear.make", "+model.kwargs.bias=true"),
+    ),
     "shapes_set on furniture": (
         *CPU,
         *("data=furniture", "attention=sinkhorn", "model.hidden=8", "model.num_heads=2", "model.num_inducing=4"),
@@ -171,6 +181,9 @@ CHANGES: dict[str, Any] = {
     "model.scale": "head",
     "model.train": ["head.*"],
     "model.weights": "nothing.pth",
+    "model.target": "nothing.make",
+    "own_model model.train": ["head.weight"],
+    "own_model model.pretrained": True,
     "optimizer._target_": "torch.optim.NAdam",
     "plugins": ["no_such_module"],
     "optimizer.adam_betas": "(0.8, 0.98)",

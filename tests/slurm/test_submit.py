@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments import search_path
 from experiments.errors import RunError
+from experiments.runners.run_dir import override
 from slurm import cancel, cluster, queue, status, submission, submit
 from slurm.job import TrainingJob
 
@@ -152,7 +154,7 @@ def test_a_port_that_is_set_stays(login_node, sweep):
 
 def test_values_reach_the_shell_as_they_are(login_node, sweep):
     value = "a b'c\"d $HOME `id` \\ é"
-    words = [f"cluster.environment.NOTE={submit.clusters.override('', value)[1:]}", 'cluster.modules=["cuda/12;id"]']
+    words = [f"cluster.environment.NOTE={override('', value)[1:]}", 'cluster.modules=["cuda/12;id"]']
     script = (submit.submit([*sweep.overrides, *words]).folder / "submission.sh").read_text()
     (module,) = [line for line in script.splitlines() if line.startswith("module")]
     assert module == "module load 'cuda/12;id'"
@@ -165,7 +167,7 @@ def test_one_s_own_cluster(tmp_path, monkeypatch):
     (tmp_path / "local" / "cluster").mkdir(parents=True)
     mine = "defaults:\n  - default\npartition: night\nenvironment:\n  A: b\n"
     (tmp_path / "local" / "cluster" / "mine.yaml").write_text(mine)
-    monkeypatch.setattr(cluster, "CONFIGS", tmp_path)
+    monkeypatch.setattr(search_path, "LOCAL", tmp_path / "local")
     found = cluster.cluster_config(["cluster=mine", "cluster.environment.C=d", "cluster.time='2:00:00'"])
     assert (found.partition, found.environment, found.minutes, found.nodes) == ("night", {"A": "b", "C": "d"}, 120, 1)
 
@@ -173,7 +175,7 @@ def test_one_s_own_cluster(tmp_path, monkeypatch):
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """Writes a line into a cluster's file that begins as the default one; the words that name it."""
-    monkeypatch.setattr(cluster, "CONFIGS", tmp_path)
+    monkeypatch.setattr(search_path, "LOCAL", tmp_path / "local")
     (tmp_path / "local" / "cluster").mkdir(parents=True)
 
     def write(line: str) -> list[str]:

@@ -20,6 +20,7 @@ from experiments.data.off import OffError
 from experiments.data.prepare import main as prepare
 from experiments.errors import RunError
 from experiments.evaluate import load_run
+from experiments.runners import lightning
 from experiments.train import execute
 
 CLASSES = ("ball", "box", "rod")
@@ -291,10 +292,11 @@ def test_normals_stay_normals_of_the_turned_and_stretched_cloud():
     assert (normals @ (points[1:] - points[0]).T).abs().max() < 1e-6
 
 
-def test_the_models_width_follows_the_normals():
-    for experiment in ("cloud_folder", "cloud_folder_pct"):
-        assert resolve(compose([f"experiment={experiment}"]))["model"]["in_features"] == 3
-        assert resolve(compose([f"experiment={experiment}", "data.normals=true"]))["model"]["in_features"] == 6
+@pytest.mark.parametrize("normals", [False, True])
+def test_the_models_width_follows_the_normals(root, tmp_path, normals):
+    words = [f"data.root={root}", f"data.normals={str(normals).lower()}", "data.points=16", f"paths.data={tmp_path}"]
+    _, module = lightning.build(resolve(compose(["experiment=cloud_folder", *words])))
+    assert module.model.num_features == (3 if normals else 0)
 
 
 def test_the_command_prepares(root, store, capsys):

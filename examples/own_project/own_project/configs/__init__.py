@@ -1,0 +1,1 @@
+"""Configurations, in groups as those of the suite."""
