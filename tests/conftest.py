@@ -5,6 +5,9 @@ from collections import defaultdict
 
 import pytest
 
+#: No test waits for a network; read when huggingface_hub is first imported, here and in processes that tests start.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long begins first, with every worker: one long test at the end would leave the others idle."""
