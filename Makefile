@@ -5,7 +5,7 @@ QUIET_THREADS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 # One more than there are cores: many tests wait for processes that they have started.
 WORKERS = $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: setup demo demo-points demo-text test test-slurm lint bench
+.PHONY: setup demo demo-points demo-text test test-slurm lint bench api
 
 setup:
 	@./setup.sh
@@ -32,6 +32,10 @@ test: setup
 test-slurm: setup
 	@trap slurm/dev_cluster/down EXIT && exported=$$(slurm/dev_cluster/up) && eval "$$exported" && \
 		$(QUIET_THREADS) .venv/bin/python -m pytest tests/slurm/cluster
+
+# The plugins' docstrings as pages: build/api/index.html.
+api: setup
+	.venv/bin/python -m pdoc -d google -o build/api sinkhorn_attention sinkhorn_attention.normalizers timm_sinkhorn pyg_sinkhorn
 
 lint: setup
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy plugins experiments slurm

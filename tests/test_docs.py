@@ -4,6 +4,8 @@ tables that have a file are that file."""
 import csv
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,12 @@ def test_the_readmes_results_and_times_are_those_of_the_pages() -> None:
     numbers = {number for row in tables for number in re.findall(r"[+−]?\d+\.\d+", row)}
     assert len(numbers) > 20
     assert not [number for number in sorted(numbers) if number not in pages]
+
+
+def test_the_reference_is_made_of_the_docstrings(tmp_path) -> None:
+    """What `make api` runs, for the operator alone."""
+    command = [sys.executable, "-m", "pdoc", "-d", "google", "-o", str(tmp_path), "sinkhorn_attention"]
+    subprocess.run(command, check=True, capture_output=True)
+    page = (tmp_path / "sinkhorn_attention.html").read_text(encoding="utf-8")
+    for name in ("sinkhorn_attention", "convert", "MultiheadAttention", "record_attention"):
+        assert f'id="{name}"' in page
