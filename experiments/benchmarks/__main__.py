@@ -11,15 +11,15 @@ from rich.console import Console
 
 from ..command import finish
 from ..errors import RunError
-from . import attention, counts, estimate
+from . import attention, counts, estimate, loading
 from .cases import CASES, QUICK_CASES, Case
 from .results import Row, draw, exponents, plain_table, rows_of, write_csv
 from .steps import MODELS, VARIANTS
 from .worker import in_new_process
 
-TABLES = ("attention", "growth", "libraries", "comparators", "steps", "oversubscribed", "counts", "estimate")
-#: Those that count and measure nothing.
-COUNTED = {"counts": counts.run, "estimate": estimate.run}
+TABLES = ("attention", "growth", "libraries", "comparators", "steps", "oversubscribed", "counts", "estimate", "loading")
+#: Those that time no attention, and print and write their own table.
+APART = {"counts": counts.run, "estimate": estimate.run, "loading": loading.run}
 COMPARATORS = ("softmax", "sinkhorn", "unbalanced_sinkhorn", "l2", "sinkhorn_l2", "sigmoid", "esp", "lot")
 
 
@@ -39,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             if name not in TABLES:
                 raise RunError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
-        if options.device == "cuda" and set(names) - {"attention", "growth", "comparators", *COUNTED}:
-            raise RunError("on CUDA there are attention, growth, comparators, counts and estimate; name them")
+        if options.device == "cuda" and set(names) - {"attention", "growth", "comparators", *APART}:
+            raise RunError("on CUDA there are attention, growth, comparators, counts, estimate and loading; name them")
         for name in names:
-            if name in COUNTED:
-                COUNTED[name](options, console)
-        timed_names = [name for name in names if name not in COUNTED]
+            if name in APART:
+                APART[name](options, console)
+        timed_names = [name for name in names if name not in APART]
         rows = [row for name in timed_names for row in RUNS[name](options, console)]
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)

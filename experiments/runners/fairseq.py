@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..errors import Diverged, RunError, check_finite
 from ..files import explain_full_disk
@@ -150,7 +150,8 @@ def _follow(child: Child, log: RunLog | None, loggers: list[Logger], config: Con
     """Writes what the training tells, until it has ended; returns how many steps the scaler of fp16 left out."""
     epochs, step, skipped = config["trainer"]["max_epochs"], 0, 0
     sums = ColumnLog(run.path)
-    columns = (TextColumn("epoch {task.completed:.1f}/{task.total}"), BarColumn(), TimeElapsedColumn())
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    columns = (TextColumn("epoch {task.completed:.1f}/{task.total}"), BarColumn(), *times)
     bar_or_lines = at_work("training", quiet=log is None or _bar(config))
     with (
         Progress(*columns, console=Console(stderr=True), transient=True, disable=not _bar(config)) as progress,
