@@ -45,7 +45,7 @@ HARDEST = [(64, {}), (64, {"bias": True, "dropout": True}), (256, {"bias": True,
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_fit_the_gpu(capability: int, dtype: str, width: int, options: dict[str, bool]) -> None:
     """All kernels in the layouts that the engine would launch; `compiled_kernels.py` compiles every combination."""
-    from compiled_kernels import Combination, compile_all
+    from tests.sinkhorn_attention.compiled_kernels import Combination, compile_all
 
     found = list(compile_all(Combination(capability, dtype, width, **options)))
     assert len(found) == (7 if width == 64 and not options else 5)
