@@ -5,6 +5,8 @@ tried in its interpreter, which `test_triton.py` starts.
 """
 
 import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -129,7 +131,7 @@ def test_what_cannot_be_tried_is_not_taken(kernels: Kernels, monkeypatch, broken
         kernels.factors["output"] = float("nan")
     elif broken == "missing":
         monkeypatch.setattr(native.PROOFS, "load", native.load_triton)
-        monkeypatch.setitem(__import__("sys").modules, "sinkhorn_attention.engines.triton", None)
+        monkeypatch.setitem(sys.modules, "sinkhorn_attention.engines.triton", None)
     else:
         monkeypatch.setattr(kernels, "refusal", lambda problem: "a GPU of compute capability 8.0 (Ampere) or newer")
     said = {"compiler": "no ptxas$", "nan": "off by nan", "missing": "needs the triton package", "refusal": "Ampere"}
@@ -214,3 +216,22 @@ def test_triton_passes_its_proof(kernels: Kernels, monkeypatch, dtype: torch.dty
         found = step(inputs, n_iters, **options)
         assert_same(found, step(inputs, n_iters, backend="triton", **options))
     assert native.describe_device_engine() == "triton, proven at its first use"
+
+
+@pytest.mark.parametrize(
+    ("words", "allowed"),
+    [
+        ("torch.set_float32_matmul_precision('high')", True),
+        ("torch.set_float32_matmul_precision('highest')", False),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", False),
+    ],
+)
+def test_tf32_is_asked_for_however_it_was_set(words: str, allowed: bool) -> None:
+    """In a process of its own: torch refuses a program that has used both of its ways."""
+    code = (
+        f"import torch; from sinkhorn_attention.engines.proof import tf32_is_allowed; {words}; print(tf32_is_allowed())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == str(allowed)

@@ -105,11 +105,19 @@ def small_problem(form: Form, problem: Problem) -> Problem:
     )
 
 
+def tf32_is_allowed() -> bool:
+    """Whether torch's products of float32 on CUDA devices may be of TF32, whose factors have 11 bits.
+
+    Asked by the backend's own name: once a program has set that, torch.get_float32_matmul_precision() raises.
+    """
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else bool(matmul.allow_tf32)
+
+
 def tolerances(problem: Problem) -> tuple[float, float]:
     """Of the tokens' results, and of the bias's gradient, which has the bias's dtype."""
     dtype, bias = problem.like.dtype, problem.attn_bias
-    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    of_tokens = TOLERANCES[dtype] if exact else TF32_TOLERANCE
+    of_tokens = TF32_TOLERANCE if dtype == torch.float32 and tf32_is_allowed() else TOLERANCES[dtype]
     return of_tokens, max(of_tokens, 0.0 if bias is None else TOLERANCES.get(bias.dtype, 0.0))
 
 

@@ -32,6 +32,7 @@ from .heads import LOG2E
 from .operator import Operator, Results, State
 from .portable import empty_state
 from .problem import Problem, keep_factor
+from .proof import tf32_is_allowed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Widest queries, keys and values.
@@ -321,11 +322,6 @@ def _bias_in_heads(attn_bias: Tensor | None, lead: torch.Size) -> tuple[Tensor |
     begin = torch.arange(math.prod(matrices), device=attn_bias.device) * (rows * columns)
     strides = (columns if rows > 1 else 0), (1 if columns > 1 else 0)
     return attn_bias.contiguous(), begin.view(matrices).expand(lead).contiguous(), strides
-
-
-def tf32_is_allowed() -> bool:
-    """Whether products of float32 tokens may be of TF32, whose factors have 11 bits."""
-    return torch.get_float32_matmul_precision() != "highest"
 
 
 class Triton:
