@@ -14,16 +14,14 @@ from unittest import mock
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from sinkhorn_attention.engines import PORTABLE, domains
 from sinkhorn_attention.engines.problem import Problem
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..files import write_atomic
-from ..report.tables import as_csv
 from .published import published_attention
+from .results import show_table
 
 COUNTS = (1, 3, 5, 21)
 HEADS, TOKENS, WIDTH = 4, 64, 8
@@ -136,13 +134,11 @@ def table() -> list[tuple[Any, ...]]:
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Prints the table and writes counts.csv."""
-    shown = Table(title="one call as on a device: kernels, and passes over the map of all heads", box=None)
-    for name in HEADER:
-        shown.add_column(name, justify="left" if name == "engine" else "right")
-    rows = table()
-    for row in rows:
-        shown.add_row(*map(str, row))
-    console.print(shown)
-    folder = options.output / options.device
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "counts.csv", as_csv(HEADER, rows))
+    show_table(
+        options,
+        console,
+        "counts",
+        "one call as on a device: kernels, and passes over the map of all heads",
+        HEADER,
+        table(),
+    )

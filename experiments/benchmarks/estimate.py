@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from sinkhorn_attention.engines.portable import DEVICE_CHUNK_BYTES
 from sinkhorn_attention.engines.problem import Problem
 from torch import Tensor
@@ -26,9 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..files import write_atomic
-from ..report.tables import as_csv
 from .counts import COUNTS, NO_KERNELS, count_portable
+from .results import show_table
 from .steps import MODELS, build, recorded_calls
 
 #: Samples of a step; the models are counted with fewer, to which all counts are proportional.
@@ -160,10 +158,9 @@ def by_triton(call: Call, n_iters: int) -> Work:
         output, rows, columns, domain = TRITON.engine.forward(problem)
         TRITON.engine.backward(problem, (output, output), (rows, columns, domain), False)
     d, dv, pairs = call.width, call.value_width, n_iters // 2
-    last = 1  # the output's own exponential
     of_kernel = {
-        "forward_kernel": (pairs * d + d + dv, 2 * pairs + last),
-        "potential_gradient_kernel": (pairs * d + d + dv, 2 * pairs + last),
+        "forward_kernel": (pairs * d + d + dv, 2 * pairs + 1),
+        "potential_gradient_kernel": (pairs * d + d + dv, 2 * pairs + 1),
         "half_step_kernel": (d, 1),
         "output_kernel": (d + dv, 1),
         "reverse_kernel": (d + dv, 1),
@@ -213,13 +210,4 @@ def table(quick: bool = False) -> list[tuple[Any, ...]]:
 def run(options: argparse.Namespace, console: Console) -> None:
     """Prints the table and writes estimate.csv."""
     title = f"ESTIMATE, not measured: milliseconds of a training step of {BATCH} samples, products in bfloat16"
-    shown = Table(title=title, box=None)
-    for name in HEADER:
-        shown.add_column(name, justify="left" if name in HEADER[:2] else "right")
-    rows = table(options.quick)
-    for row in rows:
-        shown.add_row(*map(str, row))
-    console.print(shown)
-    folder = options.output / options.device
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "estimate.csv", as_csv(HEADER, rows))
+    show_table(options, console, "estimate", title, HEADER, table(options.quick), words=2)

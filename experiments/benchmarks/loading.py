@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from rich.console import Console
-from rich.table import Table
 
 from ..data.base import BatchSampler
 from ..data.image_folder import ImageFolder
-from ..files import write_atomic
-from ..report.tables import as_csv
+from .results import show_table
 
 HEADER = ("decoded", "loading processes", "photographs a second")
 #: Names of `data.cache` in the table.
@@ -73,13 +71,4 @@ def table(quick: bool) -> list[tuple[Any, ...]]:
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Prints the table and writes loading.csv."""
-    shown = Table(title="photographs of 500 x 375, cropped to 224", box=None)
-    for name in HEADER:
-        shown.add_column(name, justify="left" if name == "decoded" else "right")
-    rows = table(options.quick)
-    for row in rows:
-        shown.add_row(*map(str, row))
-    console.print(shown)
-    folder = options.output / options.device
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "loading.csv", as_csv(HEADER, rows))
+    show_table(options, console, "loading", "photographs of 500 x 375, cropped to 224", HEADER, table(options.quick))

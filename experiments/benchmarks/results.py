@@ -1,16 +1,21 @@
 """Rows of measurements as CSV, console tables and one figure."""
 
+import argparse
 import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from rich.console import Console
 from rich.table import Table
 
+from ..files import write_atomic
+from ..report.tables import as_csv
 from .timing import fitted_exponent, quartiles
 
 
@@ -31,6 +36,37 @@ class Row:
     megabytes: float | None = None
     repeats: int = 0
     note: str = ""
+
+
+def show_table(
+    options: argparse.Namespace,
+    console: Console,
+    name: str,
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    words: int = 1,
+) -> None:
+    """Prints a table that is no comparison of times, and writes NAME.csv.
+
+    Args:
+        options: of the command: where to, and the device.
+        console: to print on.
+        name: of the file.
+        title: above the table.
+        header: names of the columns.
+        rows: their cells.
+        words: columns at the left that hold words; numbers stand at the right.
+    """
+    shown = Table(title=title, box=None)
+    for number, column in enumerate(header):
+        shown.add_column(column, justify="left" if number < words else "right")
+    for row in rows:
+        shown.add_row(*map(str, row))
+    console.print(shown)
+    folder = options.output / options.device
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / f"{name}.csv", as_csv(header, rows))
 
 
 def rows_of(table: str, case: str, which: str, samples: dict[str, list[float] | str], baseline: str) -> list[Row]:

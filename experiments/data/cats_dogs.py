@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -24,9 +23,9 @@ from ..errors import RunError
 from ..files import write_atomic, write_json
 from ..progress import tracked
 from .archives import read_members
-from .base import SPLITS, DataModule, data_folder, hash_arrays, prepare_command, stratified_split
+from .base import data_folder, prepare_command, stratified_split
 from .fractions import nested_order, subset_size
-from .photos import PhotoBatches, PhotoStore, check_settings, copies, examine, no_photos
+from .photos import PackedPhotos, PhotoBatches, check_settings, copies, examine, no_photos
 
 #: Changes whenever the prepared files of the same source would, or the pixels that are read from them.
 FORMAT = 2
@@ -228,7 +227,7 @@ def _report(root: Path, index: Index) -> Report:
     return Report(str(root / index.file), index.content_hash, counts, index.errors)
 
 
-class CatsDogs(DataModule):
+class CatsDogs(PackedPhotos):
     """Cats (0) and dogs (1) in stratified splits; `python -m experiments.data.prepare cats_dogs --archive ...` first.
 
     The names in each split, and in the fractions 1 %, 10 %, 25 % and 100 %, are written beside the photographs, in
@@ -280,11 +279,11 @@ class CatsDogs(DataModule):
     ) -> None:
         super().__init__(batch_size, eval_batch_size, num_workers, train_on)
         check_settings(img_size, crop_scale, eval_crops, mean, std, cache)
-        self.root = data_folder(folder) / "cats_dogs"
-        index = read_index(self.root)
+        self.place = data_folder(folder) / "cats_dogs"
+        index = read_index(self.place)
         if index is None:
             raise FileNotFoundError(
-                f"data=cats_dogs: {self.root} holds no prepared photographs: run "
+                f"data=cats_dogs: {self.place} holds no prepared photographs: run "
                 f"`{prepare_command('cats_dogs', folder, ' --archive FILE')}`, or take experiment=cats_dogs_standin, "
                 "which needs no download"
             )
@@ -302,7 +301,7 @@ class CatsDogs(DataModule):
         self.labels = labels
 
     def _write_splits(self, key: str, parts: dict[str, np.ndarray], order: np.ndarray, sizes: dict[float, int]) -> None:
-        folder = self.root / f"splits-{self.index.content_hash[:8]}-{key}"
+        folder = self.place / f"splits-{self.index.content_hash[:8]}-{key}"
         folder.mkdir(exist_ok=True)
         lists = {"test": parts["test"], "val": parts["val"]}
         lists |= {f"train_{share:g}": order[:size] for share, size in sizes.items()}
@@ -311,30 +310,15 @@ class CatsDogs(DataModule):
             if not path.is_file():
                 write_atomic(path, "".join(f"{self.index.names[row]}\n" for row in rows))
 
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        return {split: len(self.rows[split]) for split in SPLITS}
-
-    @cached_property
-    def split_hash(self) -> str:
-        """Hash of the photographs and of which of them lie in which split."""
-        names = {split: np.asarray([self.index.names[row] for row in self.rows[split]]) for split in SPLITS}
-        return hash_arrays({**names, "content": np.array(self.index.content_hash)})
-
     @property
     def classes(self) -> tuple[str, ...]:
         return tuple(CLASSES)
 
     def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "fraction": self.fraction, "files_left_out": sorted(self.index.errors)}
+        return {**super().facts(), "fraction": self.fraction}
 
     def dataset(self, splits: Sequence[str], augment: bool = False) -> PhotoBatches:
-        index = self.index
-        store = PhotoStore(
-            self.root / index.file, index.content_hash, np.asarray(index.offsets), np.asarray(index.lengths)
-        )
         rows = np.concatenate([self.rows[split] for split in splits])
         crops = self.crop_scale if augment or self.eval_crops else None
         offset = 0 if augment else self.evaluation_epoch
-        pixels = store.pixels(self.img_size, self.cache)
-        return PhotoBatches(pixels, rows, self.labels[rows], self.mean, self.std, crops, offset)
+        return PhotoBatches(self.pixels(), rows, self.labels[rows], self.mean, self.std, crops, offset)

@@ -12,9 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -24,9 +22,9 @@ from rich.console import Console
 from ..errors import RunError
 from ..files import explain_full_disk, write_atomic, write_json
 from ..progress import tracked
-from .base import SPLITS, DataModule, data_folder, hash_arrays
+from .base import data_folder
 from .class_folders import ClassFile, apply_split_file, divide, left_out, list_files
-from .photos import PhotoBatches, PhotoStore, check_settings, copies, examine
+from .photos import PackedPhotos, PhotoBatches, check_settings, copies, examine
 
 #: Changes whenever the prepared files of the same folder would, or the pixels that are read from them.
 FORMAT = 1
@@ -179,7 +177,7 @@ def report(folder: Path, index: Index) -> str:
     return words
 
 
-class ImageFolder(DataModule):
+class ImageFolder(PackedPhotos):
     """Images in class folders; the classes are numbered in the order of their names.
 
     Splits are the folder's own (`train`, `val`, `test`), or a table's, or drawn; one that is missing is drawn from
@@ -208,6 +206,7 @@ class ImageFolder(DataModule):
     """
 
     name = "image_folder"
+    index: Index
 
     def __init__(
         self,
@@ -242,29 +241,11 @@ class ImageFolder(DataModule):
         parts = divide(root, index.classes, self.labels[used], given, shares, split_seed)
         self.rows = {split: used[places] for split, places in parts.items()}
 
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        return {split: len(self.rows[split]) for split in SPLITS}
-
-    @cached_property
-    def split_hash(self) -> str:
-        """Hash of the images and of which of them lie in which split."""
-        names = {split: np.asarray([self.index.names[row] for row in self.rows[split]]) for split in SPLITS}
-        return hash_arrays({**names, "content": np.array(self.index.content_hash)})
-
     @property
     def classes(self) -> tuple[str, ...]:
         return tuple(self.index.classes)
 
-    def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "files_left_out": sorted(self.index.errors)}
-
     def dataset(self, splits: Sequence[str], augment: bool = False) -> PhotoBatches:
-        index = self.index
-        offsets, lengths = np.asarray(index.offsets), np.asarray(index.lengths)
-        pixels = PhotoStore(self.place / index.file, index.content_hash, offsets, lengths).pixels(
-            self.img_size, self.cache
-        )
         rows = np.concatenate([self.rows[split] for split in splits])
         crops = self.crop_scale if augment else None
-        return PhotoBatches(pixels, rows, self.labels[rows], self.mean, self.std, crops)
+        return PhotoBatches(self.pixels(), rows, self.labels[rows], self.mean, self.std, crops)

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +30,7 @@ from ..errors import RunError
 from ..files import explain_full_disk, sync_folder
 from ..progress import tracked
 from ..seeding import stream_seed
-from .base import Batch, SampleKey
+from .base import SPLITS, Batch, DataModule, SampleKey, hash_arrays
 
 CACHES = ("auto", "arrays", "none")
 #: What shows where a picture is transparent: white, as on paper.
@@ -252,6 +254,73 @@ class PhotoBatches(Dataset[Batch]):
             flip = bool(torch.rand(1) < 0.5)
         image = transforms.resized_crop(image, *box, [size, size])
         return np.array(transforms.horizontal_flip(image) if flip else image)
+
+
+class PhotoIndex(Protocol):
+    """What is known of packed photographs, sorted by name."""
+
+    @property
+    def content_hash(self) -> str:
+        """Of all photographs."""
+
+    @property
+    def file(self) -> str:
+        """The name of the file that holds them."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of each."""
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each begins in the file."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """In bytes."""
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Files that were left out, and why."""
+
+
+class PackedPhotos(DataModule):
+    """A data set of packed photographs. Subclasses set the attributes, beside those of `DataModule`.
+
+    Attributes:
+        place: the folder that the photographs are packed in.
+        index: of them.
+        rows: which of them each split has.
+        img_size: height and width that they are squeezed to.
+        cache: see `PhotoStore.pixels`.
+    """
+
+    place: Path
+    index: PhotoIndex
+    rows: dict[str, np.ndarray]
+    img_size: int
+    cache: str
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return {split: len(self.rows[split]) for split in SPLITS}
+
+    @cached_property
+    def split_hash(self) -> str:
+        """Hash of the photographs and of which of them lie in which split."""
+        names = {split: np.asarray([self.index.names[row] for row in self.rows[split]]) for split in SPLITS}
+        return hash_arrays({**names, "content": np.array(self.index.content_hash)})
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "files_left_out": sorted(self.index.errors)}
+
+    def pixels(self) -> Pixels:
+        """Those of all photographs."""
+        index = self.index
+        offsets, lengths = np.asarray(index.offsets), np.asarray(index.lengths)
+        return PhotoStore(self.place / index.file, index.content_hash, offsets, lengths).pixels(
+            self.img_size, self.cache
+        )
 
 
 def check_settings(

@@ -21,9 +21,9 @@ from rich.text import Text
 from ..command import finish
 from ..errors import RunError
 from ..files import explain_full_disk
-from .cells import Results, analyse
+from .cells import Results, analyse, analyse_all
 from .claims import Finding, findings
-from .collect import NOT_SEARCHED, RUN_FILES, Problem, collect, path_words
+from .collect import NOT_SEARCHED, RUN_FILES, Problem, Run, collect, path_words
 from .cost import TIMING
 from .document import write
 from .exported import export
@@ -90,18 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _document(paths: Sequence[Path], document: Path) -> int:
-    runs, problems = collect(paths)
+    runs, problems = _read(paths)
     if not runs:
         print(_nothing(paths, problems), file=sys.stderr)
         return 1
-    experiments = sorted({run.experiment for run in runs})
-    reported = [analyse(name, [run for run in runs if run.experiment == name], []) for name in experiments]
-    print(f"{path_words(document)}: tables of {write(document, reported)} experiments")
+    print(f"{path_words(document)}: tables of {write(document, analyse_all(runs))} experiments")
     return 0
 
 
 def _export(paths: Sequence[Path], folder: Path) -> int:
-    runs, problems = collect(paths)
+    runs, problems = _read(paths)
     if not runs:
         print(_nothing(paths, problems), file=sys.stderr)
         return 1
@@ -185,19 +183,23 @@ def _state(paths: Sequence[Path]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _readme(paths: Sequence[Path]) -> int:
+def _read(paths: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
+    """What `collect` finds, with a warning for each thing that does not count.
+
+    Raises:
+        RunError: for a path at which there is nothing.
+    """
     runs, problems = collect(paths)
     if missing := [problem for problem in problems if problem.state == "missing"]:
         raise RunError(f"{path_words(missing[0].folder)}: {missing[0].reason}")
     for problem in problems:
         words = f"{problem.state}: {problem.reason}"
         print(f"warning: {path_words(problem.folder)} is not in this table ({words})", file=sys.stderr)
-    experiments = sorted({run.experiment for run in runs})
-    reported = [
-        analyse(name, [run for run in runs if run.experiment == name], [p for p in problems if p.experiment == name])
-        for name in experiments
-    ]
-    print(as_markdown(results_table(reported)), end="")
+    return runs, problems
+
+
+def _readme(paths: Sequence[Path]) -> int:
+    print(as_markdown(results_table(analyse_all(*_read(paths)))), end="")
     return 0
 
 

@@ -239,6 +239,14 @@ def place_label(axis: str, value: Setting) -> str:
     return str(value).rsplit(".", 1)[-1] if axis.endswith("._target_") else str(value)
 
 
+def analyse_all(runs: Sequence[Run], problems: Sequence[Problem] = ()) -> list[Results]:
+    """`analyse` for each experiment among the runs, by name, with the problems that name it."""
+    return [
+        analyse(name, [run for run in runs if run.experiment == name], [p for p in problems if p.experiment == name])
+        for name in sorted({run.experiment for run in runs})
+    ]
+
+
 def analyse(experiment: str, runs: Sequence[Run], problems: Iterable[Problem] = ()) -> Results:
     """Makes cells and comparisons of the finished runs of one experiment.
 

@@ -130,7 +130,7 @@ def test_what_cannot_be_tried_is_not_taken(kernels: Kernels, monkeypatch, broken
     elif broken == "nan":
         kernels.factors["output"] = float("nan")
     elif broken == "missing":
-        monkeypatch.setattr(native.PROOFS, "load", native.load_triton)
+        monkeypatch.setattr(native.PROOFS, "load", lambda: native.load_triton().engine)
         monkeypatch.setitem(sys.modules, "sinkhorn_attention.engines.triton", None)
     else:
         monkeypatch.setattr(kernels, "refusal", lambda problem: "a GPU of compute capability 8.0 (Ampere) or newer")
@@ -207,7 +207,7 @@ def test_the_proof_leaves_torchs_generators_alone(kernels: Kernels) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_triton_passes_its_proof(kernels: Kernels, monkeypatch, dtype: torch.dtype, bias: bool) -> None:
     """With everything that there is, of both families of kernels; five times more exactly than is asked for."""
-    monkeypatch.setattr(native.PROOFS, "load", native.load_triton)
+    monkeypatch.setattr(native.PROOFS, "load", lambda: native.load_triton().engine)
     monkeypatch.setattr(proof, "TOLERANCES", {each: size / 5 for each, size in proof.TOLERANCES.items()})
     inputs = [tensor[:1, :1].detach().requires_grad_() for tensor in tokens(dtype, 20, 33)]
     options = {"key_mask": torch.arange(33) > 3, "query_mask": torch.arange(20) < 12}

@@ -33,12 +33,7 @@ def operator_of(backend: str) -> Operator:
     Raises:
         NotImplementedError: where the backend's package is missing.
     """
-    if backend != "triton":
-        return _OPERATORS[backend]
-    load_triton()
-    from .triton import TRITON
-
-    return TRITON
+    return load_triton() if backend == "triton" else _OPERATORS[backend]
 
 
 def describe_engines() -> dict[str, str]:

@@ -26,7 +26,7 @@ from .domains import LOG_DOMAIN, SHIFTED, trusted_heads
 from .fused_softmax import is_plain_softmax, softmax_backward, softmax_forward
 from .heads import LOG2E, Gradients, Heads
 from .native_library import Library
-from .operator import Engine, Results, State, define
+from .operator import Operator, Results, State, define
 from .portable import Portable
 from .problem import Problem, keep_factor
 from .proof import Proofs
@@ -272,8 +272,8 @@ def disagreement(library: ctypes.CDLL) -> str | None:
     return None
 
 
-def load_triton() -> Engine:
-    """The Triton engine, imported at its first use.
+def load_triton() -> Operator:
+    """The operator of the Triton engine, imported at its first use.
 
     Raises:
         NotImplementedError: where its package is missing.
@@ -284,13 +284,13 @@ def load_triton() -> Engine:
         raise NotImplementedError(
             "backend='triton' needs the triton package, which comes with torch on Linux; use backend='auto'"
         ) from error
-    return TRITON.engine
+    return TRITON
 
 
 #: The library of this process.
 LIBRARY = Library(disagreement)
 #: What this process has found out about its GPUs.
-PROOFS = Proofs(load_triton)
+PROOFS = Proofs(lambda: load_triton().engine)
 
 
 def describe_cpu_engine() -> str:

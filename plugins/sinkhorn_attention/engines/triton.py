@@ -169,8 +169,8 @@ def launching(device: torch.device) -> Iterator[None]:
 
 def launch(kernel: Any, programs: tuple[int, ...], arguments: dict[str, Any], layout: Layout) -> None:
     """Runs a kernel with those of the arguments that it names."""
-    given = {**arguments, **layout.options()}
-    wanted = {name: given[name] for name in kernel.arg_names}
+    options = layout.options()
+    wanted = {name: options[name] if name in options else arguments[name] for name in kernel.arg_names}
     kernel[programs](**wanted, num_warps=layout.warps)
 
 
